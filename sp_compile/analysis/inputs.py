@@ -1,0 +1,196 @@
+"""Which graph inputs hold tokens, and which symbols are the rows B and the columns L."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from sp_compile.analysis.facts import Nonzero, Triangle
+from sp_compile.analysis.layouts import COLUMN, TOKENS, UNIFORM, Layout, Symbols
+from sp_compile.capture.graphs import example_of, is_symbolic, placeholders
+from sp_compile.errors import CannotShare
+
+LARGEST_TABLE = 1 << 26
+"""Constant tables above this many elements are not read to see whether they are triangular."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSizes:
+    """Where B and L can be read at run time: (input number, dimension) of the token input, and of every dimension tied to it."""
+
+    batch: tuple[int, int]
+    columns: tuple[int, int]
+    batch_ties: tuple[tuple[int, int], ...]
+    columns_ties: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass
+class GraphInputs:
+    """The inputs of one analysed graph: fake values over B and L, their layouts, and how to read the sizes."""
+
+    mode: FakeTensorMode
+    symbols: Symbols
+    fakes: list[Any]
+    layouts: list[Layout | None]
+    sizes: TokenSizes
+    constants_read: list[int]
+
+
+def find_token_input(graph: torch.fx.Graph) -> int:
+    """The number of the input that holds the token ids: an integer [B, L] input, preferably one that indexes an embedding.
+
+    Raises:
+        CannotShare: there is none.
+    """
+    nodes = placeholders(graph)
+    found: list[int] = []
+    for number, node in enumerate(nodes):
+        value = example_of(node)
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.dtype.is_floating_point and all(map(is_symbolic, value.shape)):
+            found.append(number)
+    if not found:
+        raise CannotShare(
+            "the graph has no integer [rows, columns] input to find prefixes in",
+            advice="A region after a graph break, or a model called with inputs_embeds, has none; remove the break or pass input_ids.",
+        )
+    embedded = [n for n in found if any("embedding" in str(user.target) for user in nodes[n].users)]
+    return (embedded or found)[0]
+
+
+def read_inputs(graph: torch.fx.Graph, values: Sequence[Any]) -> GraphInputs:
+    """Give every graph input a fake value whose token sizes are the two symbols B and L, and its layout.
+
+    Dynamo gives every input its own symbols. Dimensions whose sizes equal B or L now are tied to them; the caller checks on every
+    call that the ties still hold. Treating a coincidence as a tie is sound: the value then becomes part of what rows must agree in.
+
+    Args:
+        graph: the captured graph.
+        values: the real inputs of the first call, in order.
+    """
+    nodes = placeholders(graph)
+    ids = find_token_input(graph)
+    shape = example_of(nodes[ids]).shape
+    rows, columns = (int(s) for s in values[ids].shape)
+    if rows == columns and _expr(shape[0]) == _expr(shape[1]):
+        raise CannotShare(f"rows and columns have one size ({rows}) and one symbol, so they cannot be told apart", advice="Pass dynamic=True.")
+    env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    made: dict[Any, torch.SymInt] = {}
+    ties: dict[str, list[tuple[int, int]]] = {"B": [], "L": []}
+    batch, length = _symbol(env, "B", max(rows, 2)), _symbol(env, "L", max(columns, 2))
+    made[_expr(shape[0])], made[_expr(shape[1])] = batch, length
+
+    def size_of(number: int, dim: int, size: int | torch.SymInt, real: int) -> int | torch.SymInt:
+        if not is_symbolic(size):
+            return int(size)
+        expr = _expr(size)
+        if expr not in made:
+            if real == rows and (real != columns or dim == 0):
+                made[expr] = batch
+            elif real == columns:
+                made[expr] = length
+            elif expr.is_Symbol:
+                made[expr] = _symbol(env, str(expr), max(real, 2))
+            else:
+                raise CannotShare(f"input {nodes[number].name} has the computed size {expr} in dimension {dim}")
+        chosen = made[expr]
+        for name, value in (("B", batch), ("L", length)):
+            if chosen is value and number >= 0:
+                ties[name].append((number, dim))
+        return chosen
+
+    tensors: dict[int, list[int | torch.SymInt]] = {}
+    for number, node in enumerate(nodes):
+        example = example_of(node)
+        if isinstance(example, torch.Tensor):
+            tensors[number] = [size_of(number, d, s, int(values[number].shape[d])) for d, s in enumerate(example.shape)]
+    symbols = Symbols(batch.node.expr, length.node.expr)
+    fakes: list[Any] = []
+    layouts: list[Layout | None] = []
+    read: list[int] = []
+    for number, node in enumerate(nodes):
+        example = example_of(node)
+        if number in tensors:
+            fake = _fake(mode, example, values[number], tensors[number])
+            layout = _layout(node, fake, values[number], symbols)
+            if isinstance(layout.fact, Triangle):
+                read.append(number)
+            fakes.append(fake)
+            layouts.append(layout)
+        elif isinstance(example, torch.SymInt):
+            fakes.append(made[_expr(example)] if _expr(example) in made else _other(env, made, example, values[number]))
+            layouts.append(None)
+        else:
+            fakes.append(example if not isinstance(example, torch.SymFloat) else values[number])
+            layouts.append(None)
+    sizes = TokenSizes((ids, 0), (ids, 1), tuple(ties["B"]), tuple(ties["L"]))
+    return GraphInputs(mode, symbols, fakes, layouts, sizes, read)
+
+
+def _expr(size: Any) -> sympy.Expr:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+
+
+def _symbol(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    source = ConstantSource(f"sp_{name}")
+    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+    made = env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(made, torch.SymInt), "a dynamic symbol is never specialised"
+    return made
+
+
+def _other(env: ShapeEnv, made: dict[Any, torch.SymInt], example: torch.SymInt, value: Any) -> torch.SymInt | int:
+    if not is_symbolic(example):
+        return int(example)
+    hint = value.node.hint if isinstance(value, torch.SymInt) else int(value)
+    made[_expr(example)] = _symbol(env, str(_expr(example)), max(int(hint), 2))
+    return made[_expr(example)]
+
+
+def _fake(mode: FakeTensorMode, example: torch.Tensor, value: torch.Tensor, sizes: list[int | torch.SymInt]) -> torch.Tensor:
+    with mode:
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            fake = torch.empty(sizes, dtype=value.dtype, device=value.device)
+        else:
+            fake = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+        fake.requires_grad_(value.requires_grad)
+    return fake
+
+
+def _layout(node: torch.fx.Node, fake: torch.Tensor, value: torch.Tensor, symbols: Symbols) -> Layout:
+    dims = tuple(symbols.dim(size) for size in fake.shape)
+    layout = Layout(dims, UNIFORM, entry=not value.requires_grad)
+    if not layout.has_tokens:
+        return layout.with_(fact=_triangle(value))
+    if value.requires_grad:
+        raise CannotShare(
+            f"input {node.name} {list(fake.shape)} has one value per row and requires grad",
+            node=node.name,
+            advice="Its gradient is per row and cannot be shared: pass token ids, or remove the graph break before this region.",
+        )
+    if all(axis.value == "L" for _, axis in layout.axes):
+        return layout.with_(reach=COLUMN, entry=True)
+    fact = Nonzero(node.name) if len(dims) == 2 and [a.value for _, a in layout.axes] == ["B", "L"] else None
+    return layout.with_(reach=TOKENS, entry=True, fact=fact)
+
+
+def _triangle(value: torch.Tensor) -> Triangle | None:
+    """A constant causal table such as `tril(ones(N, N))` registered as a buffer."""
+    if value.dim() < 2 or value.shape[-1] != value.shape[-2] or value.shape[-1] < 2 or value.requires_grad:
+        return None
+    if value.numel() > LARGEST_TABLE or value.numel() != value.shape[-1] ** 2 or value.dtype.is_complex:
+        return None
+    table = value.detach().reshape(value.shape[-1], value.shape[-1])
+    lower, upper = table[1, 0].item(), table[0, 1].item()
+    expected = torch.full_like(table, upper)
+    expected = torch.where(torch.ones_like(table, dtype=torch.bool).tril(), torch.full_like(table, lower), expected)
+    if lower == upper or not torch.equal(table, expected):
+        return None
+    return Triangle(float(lower), float(upper), int(table.shape[0]))

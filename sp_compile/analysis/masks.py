@@ -1,0 +1,116 @@
+"""What an attention mask allows, read off its facts: structured where possible, else carried as a matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+
+from sp_compile.analysis.facts import Atom, MaskSpec, Nonzero, TwoValued, Valid, facing, is_blocking
+from sp_compile.analysis.layouts import Axis, Kind, Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMask:
+    """A proved causal mask. Names are graph nodes of the dense graph.
+
+    Attributes:
+        window, chunk: as in `MaskSpec`.
+        padding: node whose nonzero elements are real keys, one per token.
+        segments: node with one document number per token.
+        matrix: node of a (query, key) mask that has to be carried element by element.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    padding: str | None = None
+    segments: str | None = None
+    matrix: str | None = None
+
+
+class NotCausal(Exception):
+    """The mask is not proved to hide later columns."""
+
+
+def read_mask(name: str | None, layout: Layout | None, is_causal: bool, is_bool: bool) -> AttentionMask:
+    """The structure of the mask that an attention call was given.
+
+    Args:
+        name: graph node of the mask, None if there is none.
+        layout: its layout.
+        is_causal: whether the call itself hides later columns.
+        is_bool: whether the mask is boolean (True = visible) rather than additive.
+
+    Raises:
+        NotCausal: causality is not proved, or the mask differs between rows that share tokens.
+    """
+    if layout is None or name is None:
+        if not is_causal:
+            raise NotCausal("attention without a mask and without is_causal sees later tokens")
+        return AttentionMask()
+    if layout.is_rows or not layout.reach.shared:
+        text = layout.why.text if layout.why is not None else "it depends on later columns"
+        raise NotCausal(f"the attention mask differs between rows that share tokens: {text}")
+    if isinstance(layout.fact, MaskSpec):
+        spec = layout.fact
+        return AttentionMask(spec.window, spec.chunk, spec.padding, spec.segments)
+    rank = len(layout.dims)
+    columns = layout.columns_dims
+    if rank == 2 and [a for _, a in layout.axes] == [Axis.BATCH, Axis.COLUMNS] and is_causal:
+        return AttentionMask(padding=name)
+    if rank >= 2 and columns == [rank - 2, rank - 1]:
+        return _pairwise(name, layout, is_causal, is_bool)
+    if rank >= 2 and columns == [rank - 1] and is_causal:
+        return _keys_only(name, layout, is_bool)
+    raise NotCausal(f"an attention mask of layout {layout.dims} is not known to be causal")
+
+
+def _pairwise(name: str, layout: Layout, is_causal: bool, is_bool: bool) -> AttentionMask:
+    rank = len(layout.dims)
+    query, key = rank - 2, rank - 1
+    if any(layout.token_dim(d) for d in range(rank - 2) if (rank, d) != (4, 0)) or rank > 4:
+        raise NotCausal(f"an attention mask of layout {layout.dims} is not [batch, heads, queries, keys]")
+    fact = facing(layout.fact, operator.not_ if is_bool else is_blocking)
+    if fact is None:
+        if is_causal:
+            return AttentionMask(matrix=name)
+        raise NotCausal("the attention mask is not proved to hide later columns")
+    visible = 1.0 if is_bool else 0.0
+    if not is_causal and not any(isinstance(c, Atom) and c.left == query and c.right == key and c.bound >= 0 for c in fact.conditions):
+        raise NotCausal("the attention mask lets a token see later columns")
+    if not fact.exact or fact.if_true != visible:
+        return AttentionMask(matrix=name)
+    window: int | None = None
+    padding: str | None = None
+    for condition in fact.conditions:
+        if isinstance(condition, Atom) and (condition.left, condition.right) == (query, key) and condition.bound == 0:
+            continue
+        if isinstance(condition, Atom) and (condition.left, condition.right) == (key, query) and condition.bound <= 0:
+            width = 1 - condition.bound
+            window = width if window is None else min(window, width)
+        elif isinstance(condition, Valid) and condition.dim == key and padding in (None, condition.node):
+            padding = condition.node
+        else:
+            return AttentionMask(matrix=name)
+    return AttentionMask(window=window, padding=padding)
+
+
+def _keys_only(name: str, layout: Layout, is_bool: bool) -> AttentionMask:
+    fact = layout.fact
+    if is_bool and isinstance(fact, Nonzero):
+        return AttentionMask(padding=fact.node)
+    if is_bool and isinstance(fact, TwoValued) and fact.exact and fact.if_true == 1.0 and fact.if_false == 0.0:
+        only = next(iter(fact.conditions)) if len(fact.conditions) == 1 else None
+        if isinstance(only, Valid):
+            return AttentionMask(padding=only.node)
+    if layout.reach.kind is Kind.TOKENS and is_bool and all(d == () or layout.token_dim(i) for i, d in enumerate(layout.dims)):
+        return AttentionMask(padding=name)
+    raise NotCausal("a mask over keys alone, added to causal attention, has no structured form")
+
+
+def padding_source(name: str | None, layout_of: Callable[[str], Layout | None]) -> str | None:
+    """The graph input whose nonzero elements a padding node marks as real, or None."""
+    layout = layout_of(name) if name is not None else None
+    if layout is None:
+        return None
+    return layout.fact.node if isinstance(layout.fact, Nonzero) else None

@@ -1,0 +1,6 @@
+"""One rule per ATen overload, grouped by family; importing this package registers them all."""
+
+from sp_compile.analysis.rules import creation, indexing, linear, pointwise, reductions, views
+from sp_compile.analysis.rules.registry import RULES, Call, NotPackable, judge, rule
+
+__all__ = ["RULES", "Call", "NotPackable", "creation", "indexing", "judge", "linear", "pointwise", "reductions", "rule", "views"]

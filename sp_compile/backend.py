@@ -1,0 +1,95 @@
+"""The torch.compile backend: capture, analyse, rewrite, lower, compile, run.
+
+`torch.compile(model, backend="shared_prefix")` arrives in `shared_prefix` with a captured graph. `compile_region` is the whole
+compiler; `region.Region` is what runs on every call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from sp_compile import options as option_parser
+from sp_compile.analysis.inputs import GraphInputs, read_inputs
+from sp_compile.analysis.interpret import analyse
+from sp_compile.capture import install, require_tested, set_backend
+from sp_compile.capture.checkpoint import inline_checkpoints
+from sp_compile.capture.numbers import freeze_numbers
+from sp_compile.capture.shapes import ensure_symbolic
+from sp_compile.capture.torch_attention import mark_attention
+from sp_compile.debug import dump
+from sp_compile.lowering.select import SelectKernels
+from sp_compile.options import Options
+from sp_compile.passes.add_forest_masks import AddForestMasks
+from sp_compile.passes.runner import PassRecord, run_passes
+from sp_compile.passes.share_prefixes import SharePrefixes
+from sp_compile.passes.sink_unpacking import SinkUnpacking
+from sp_compile.passes.stage import Context, Pass
+
+
+def pipeline(options: Options) -> list[Pass]:
+    """The passes in order."""
+    return [
+        SharePrefixes(),
+        AddForestMasks(),  # needs the markers that share_prefixes leaves
+        SinkUnpacking(),  # after all packed nodes exist, so that gathers can move past every one of them
+        SelectKernels(options.kernels),  # last: later passes would not know the implementations
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A rewritten graph and everything that was found out on the way.
+
+    Attributes:
+        graph: the graph on physical tokens; its placeholders carry `passes.stage.Input`.
+        context: what the passes found.
+        records: one per pass.
+        inputs: how the captured graph's inputs were read.
+        numbers: Python floats among the inputs whose present values are written into the graph.
+    """
+
+    graph: torch.fx.GraphModule
+    context: Context
+    records: list[PassRecord]
+    inputs: GraphInputs
+    numbers: dict[int, float]
+
+
+def compile_region(module: torch.fx.GraphModule, values: Sequence[Any], options: Options) -> Shared:
+    """Prove and rewrite: from a captured dense graph to one on physical tokens.
+
+    Raises:
+        CannotShare: something was not proved; nothing has been changed.
+    """
+    module, numbers = freeze_numbers(inline_checkpoints(module), values)
+    module = mark_attention(module)
+    inputs = read_inputs(module.graph, values)
+    context = Context(analyse(module, inputs))
+    watch = dump.watcher(options.dump, module, context)
+    graph, records = run_passes(module, context, pipeline(options), frozenset(options.disable), watch)
+    return Shared(graph, context, records, inputs, numbers)
+
+
+def shared_prefix(module: torch.fx.GraphModule, values: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any) -> Callable[..., Any]:
+    """The backend's entry point, called by Dynamo for every captured graph.
+
+    Args:
+        module: the captured graph.
+        values: its inputs.
+        options: see `sp_compile.options.Options`.
+    """
+    from sp_compile.region import make_region
+
+    chosen = option_parser.parse(options)
+    require_tested(module)
+    ensure_symbolic(module.graph, values, again=install())
+    return make_region(module, values, chosen)
+
+
+set_backend(shared_prefix)
+install()

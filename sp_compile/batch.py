@@ -1,0 +1,154 @@
+"""From the inputs of one call to its forest: which inputs are keys, and which padding may be dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from sp_compile.analysis.inputs import GraphInputs
+from sp_compile.layout.forest import Forest
+from sp_compile.ops import tokens
+from sp_compile.passes.stage import Context, Source, input_of
+
+
+@dataclasses.dataclass(frozen=True)
+class LossReads:
+    """The (row, column) positions that one fused loss reads, as a small graph run on the host.
+
+    `graph` maps the numbers of the captured graph's inputs in `arguments`, preceded by [B, L] position numbers, to (positions, targets).
+    """
+
+    graph: torch.fx.GraphModule
+    arguments: tuple[int, ...]
+    ignore_index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """How row padding may be dropped: the input whose zeros mark it, and the losses whose targets must ignore what is dropped."""
+
+    mask: int
+    losses: tuple[LossReads, ...] = ()
+
+
+def find_padding(graph: torch.fx.GraphModule, context: Context) -> Padding | None:
+    """Whether the finished graph proves that padded positions are read by nobody, and under which condition.
+
+    Every mixer must hide the keys that one mask input calls padding, and what is unpacked to rows may only reach the caller (where
+    dropped positions are zero), or a fused loss that ignores them. Else pads stay ordinary tokens.
+    """
+    masks = set(context.padding)
+    if len(masks) != 1 or None in masks:
+        return None
+    losses: list[LossReads] = []
+    for node in graph.graph.nodes:
+        if node.target in (tokens.unpack, torch.ops.sp_compile.unpack.default, torch.ops.sp_compile.take_tokens.default):
+            if not all(_only_returned(user) for user in node.users):
+                return None
+        elif node.target is torch.ops.sp_compile.cross_entropy_rows.default:
+            reads = _loss_reads(graph, node)
+            if reads is None:
+                return None
+            losses.append(reads)
+    (mask,) = masks
+    assert mask is not None, "checked above"
+    return Padding(mask, tuple(losses))
+
+
+_SHAPE_ONLY = frozenset({"view", "reshape", "unsqueeze", "squeeze", "contiguous", "transpose", "permute", "flatten", "clone", "to", "float", "detach"})
+
+
+def _only_returned(node: torch.fx.Node) -> bool:
+    if node.op == "output":
+        return True
+    if node.op == "call_function" and node.target is operator.getitem:
+        return all(_only_returned(user) for user in node.users)
+    return node.op == "call_method" and node.target in _SHAPE_ONLY and all(_only_returned(user) for user in node.users)
+
+
+def _loss_reads(module: torch.fx.GraphModule, loss: torch.fx.Node) -> LossReads | None:
+    """Cuts the index and target of a fused loss out of the graph, if they come from inputs alone."""
+    _, index, target, *_ = loss.args
+    ignore = loss.kwargs.get("ignore_index", -100)
+    needed: set[torch.fx.Node] = set()
+    todo = [index, target]
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, torch.fx.Node) or node in needed:
+            continue
+        needed.add(node)
+        todo += node.all_input_nodes
+    graph, env = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    arguments: list[int] = []
+    positions = graph.placeholder("positions")
+    for node in module.graph.nodes:
+        if node not in needed:
+            continue
+        if node.op != "placeholder":
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            continue
+        given = input_of(node)
+        if given.source is Source.FOREST and given.key == "index":
+            env[node] = positions
+        elif given.source is Source.ARGUMENT:
+            env[node] = graph.placeholder(node.name)
+            arguments.append(int(given.key))
+        elif given.source in (Source.ROWS, Source.COLUMNS):
+            env[node] = graph.call_method("size", (positions, 0 if given.source is Source.ROWS else 1))
+        else:
+            return None
+    placed = [n for n in graph.nodes if n.op == "placeholder"]
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    for node in placed:
+        if first is not None:
+            first.prepend(node)
+    if not isinstance(index, torch.fx.Node) or not isinstance(target, torch.fx.Node) or not isinstance(ignore, int):
+        return None
+    graph.output((env[index], env[target]))
+    graph.lint()
+    return LossReads(torch.fx.GraphModule(module, graph, class_name="LossReads"), tuple(arguments), ignore)
+
+
+def make_forest(inputs: GraphInputs, context: Context, padding: Padding | None, values: Sequence[Any]) -> Forest:
+    """The forest of one call.
+
+    Args:
+        inputs: how the analysis read the inputs.
+        context: names the inputs in which rows must agree.
+        padding: what may be dropped.
+        values: the inputs of this call.
+    """
+    keys = [part for number in context.keys for part in _key(inputs, number, values[number])]
+    return Forest.from_tokens(*keys, keep=_keep(padding, values))
+
+
+def _key(inputs: GraphInputs, number: int, value: torch.Tensor) -> list[torch.Tensor]:
+    """A token input as [B, L] or [B] keys: further dimensions become further keys."""
+    layout = inputs.layouts[number]
+    assert layout is not None, "a key is a tensor"
+    axes = dict((axis.value, dim) for dim, axis in layout.axes)
+    value = value.detach().cpu()
+    moved = value.permute([*(axes[a] for a in ("B", "L") if a in axes), *(d for d in range(value.dim()) if d not in axes.values())])
+    if moved.dim() == len(axes):
+        return [moved]
+    flat = moved.reshape(*moved.shape[: len(axes)], -1)
+    return [flat[..., i] for i in range(flat.shape[-1])]
+
+
+def _keep(padding: Padding | None, values: Sequence[Any]) -> torch.Tensor | None:
+    if padding is None:
+        return None
+    keep = values[padding.mask].detach().cpu() != 0
+    if bool(keep.all()):
+        return None
+    for loss in padding.losses:
+        positions = torch.arange(keep.numel()).view(keep.shape)
+        read, targets = loss.graph(positions, *(values[number].detach().cpu() for number in loss.arguments))
+        counted = read[targets != loss.ignore_index]
+        keep.view(-1)[counted.reshape(-1)] = True
+    return keep

@@ -1,0 +1,46 @@
+"""Reading a captured graph's inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+
+def placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def example_of(node: torch.fx.Node) -> Any:
+    """The fake value Dynamo gave an input."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def is_symbolic(size: object) -> bool:
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_Integer
+
+
+def static_token_inputs(graph: torch.fx.Graph) -> list[int]:
+    """Inputs that may hold tokens: tensors of two or more dimensions that are neither parameters nor buffers."""
+    found = []
+    for number, node in enumerate(placeholders(graph)):
+        value = example_of(node)
+        if isinstance(value, torch.Tensor) and value.dim() >= 1 and not value.requires_grad and not is_module_state(node):
+            found.append(number)
+    return found
+
+
+def is_module_state(node: torch.fx.Node) -> bool:
+    """Whether an input is a parameter or buffer of a module."""
+    base = getattr(node, "_dynamo_source", None)
+    while base is not None:
+        if type(base).__name__ in (
+            "UnspecializedParamBufferSource",
+            "NNModuleSource",
+            "UnspecializedNNModuleSource",
+            "UnspecializedBuiltinNNModuleSource",
+        ):
+            return True
+        base = getattr(base, "base", None)
+    return False

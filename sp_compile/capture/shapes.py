@@ -1,0 +1,105 @@
+"""Symbolic rows and columns without any user flag: a static capture is repeated with the token inputs marked dynamic.
+
+Dynamo captures the first call with static sizes, in which 4 rows and 4 heads look alike. Raising its own restart exception from the
+backend makes it trace again; the marks are taken off the user's tensors by the second capture. Two dimensions of one size would get one
+symbol ("duck shaping"), so that is switched off for the retrace.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+import torch.fx.experimental._config as fx_config
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+from sp_compile.capture.graphs import example_of, is_symbolic, placeholders, static_token_inputs
+
+from sp_compile.errors import UnsupportedVersion
+
+_MARKS = ("_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices", "_has_dynamo_dim_marking")
+_state = threading.local()
+
+
+def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = False) -> None:
+    """Returns if the capture is symbolic or cannot be; else restarts Dynamo's trace once.
+
+    A call with one row, or one column, or a second static capture in a row, stays static.
+
+    Args:
+        graph: the captured graph.
+        values: its inputs.
+        again: trace again even if the capture is symbolic (new polyfills were installed after it began).
+    """
+    was_restart = finish_restart()
+    symbolic = any(is_symbolic(example_of(node)) for node in placeholders(graph))
+    alike = any(_rows_and_columns_alike(example_of(node)) for node in placeholders(graph))
+    if was_restart or (symbolic and not again and not alike):
+        return
+    handler = torch._dynamo.callback.callback_handler
+    if finish_restart not in handler.end_callbacks:
+        # a retrace that never reaches the backend must not leave marks or settings behind
+        handler.register_end_callback(finish_restart)
+    if symbolic:
+        _state.pending = ([], fx_config.use_duck_shape)
+        fx_config.use_duck_shape = False
+        raise _restart("capture again with polyfills, or with one symbol per size")
+    numbers = static_token_inputs(graph)
+    marked = [values[n] for n in numbers if isinstance(values[n], torch.Tensor) and not isinstance(values[n], torch.nn.Parameter)]
+    tokens = [t for t in marked if t.dim() == 2 and not t.is_floating_point() and min(t.shape) > 1]
+    if not tokens:
+        return
+    rows, columns = tokens[0].shape
+    kept: list[tuple[torch.Tensor, dict[str, Any]]] = []
+    for tensor in marked:
+        kept.append((tensor, {name: copy.copy(getattr(tensor, name)) for name in _MARKS if hasattr(tensor, name)}))
+        for dim, size in enumerate(tensor.shape):
+            if size > 1 and size in (rows, columns):
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    _state.pending = (kept, fx_config.use_duck_shape)
+    fx_config.use_duck_shape = False
+    raise _restart("capture rows and columns as symbols")
+
+
+def _rows_and_columns_alike(value: Any) -> bool:
+    """A square batch whose two sizes got one symbol."""
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.is_floating_point() or not all(map(is_symbolic, value.shape)):
+        return False
+    first, second = (size.node.expr for size in value.shape)  # type: ignore[union-attr]
+    return bool(first == second)
+
+
+def _restart(reason: str) -> Exception:
+    restart = getattr(torch._dynamo.exc, "TensorifyScalarRestartAnalysis", None)
+    if restart is None:
+        finish_restart()
+        raise UnsupportedVersion(
+            f"torch {torch.__version__} has no trace restart that a backend can raise; pass dynamic=True to torch.compile"
+        )
+    # the second trace may take another path: what the first one learned about graph breaks does not hold for it
+    log = getattr(InstructionTranslator.current_tx(), "speculation_log", None)
+    if log is not None:
+        log.clear()
+    made: Exception = restart(restart_reason=f"shared_prefix: {reason}")
+    return made
+
+
+def finish_restart(_: object = None) -> bool:
+    """Takes the marks of a restarted capture off again; True if there was one."""
+    pending = getattr(_state, "pending", None)
+    if pending is None:
+        return False
+    _state.pending = None
+    kept, duck = pending
+    fx_config.use_duck_shape = duck
+    for tensor, before in kept:
+        for name in _MARKS:
+            if name in before:
+                setattr(tensor, name, before[name])
+            elif hasattr(tensor, name):
+                delattr(tensor, name)
+    return True

@@ -1,0 +1,1 @@
+"""What happened and why: dumps of every pass, accounts of calls, text."""

@@ -1,0 +1,1 @@
+"""Implementations of `sp_compile::attention`. Derivations: README.md in this folder."""

@@ -1,0 +1,19 @@
+"""Accumulation dtype and tolerances shared by all ops."""
+
+from __future__ import annotations
+
+import torch
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which sums and softmaxes of `dtype` values are formed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Frobenius norm of `got - want` over that of `want`, formed in float64; the plain norm of `got` where `want` is zero."""
+    got, want = got.detach().double(), want.detach().double()
+    if want.numel() == 0:
+        return 0.0
+    norm = float(want.norm())
+    return float((got - want).norm()) / norm if norm else float(got.norm())

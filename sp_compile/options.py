@@ -1,0 +1,63 @@
+"""The options of `torch.compile(..., options={...})`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sp_compile.errors import InvalidOption
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Everything a user can set.
+
+    Attributes:
+        strict: raise `CannotShare` instead of warning and running the dense graph.
+        min_sharing: logical tokens over physical tokens below which the dense graph runs.
+        inner: compiler of the rewritten graph: "inductor", "aot_eager" or "eager".
+        kernels: names of implementations to prefer, in order (`explain()` lists them).
+        disable: names of passes to leave out.
+        dump: folder for the graph before and after every pass.
+    """
+
+    strict: bool = False
+    min_sharing: float = 1.1
+    inner: str = "inductor"
+    kernels: tuple[str, ...] = ()
+    disable: tuple[str, ...] = ()
+    dump: str | None = None
+
+
+def parse(given: Mapping[str, Any] | None) -> Options:
+    """Check a user's options.
+
+    Raises:
+        InvalidOption: an unknown name, a wrong type or a value out of range.
+    """
+    known = {field.name for field in dataclasses.fields(Options)}
+    values: dict[str, Any] = dict(given or {})
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise InvalidOption(f"unknown options {unknown}; known options are {sorted(known)}")
+    for name in ("kernels", "disable"):
+        if name in values:
+            items = (values[name],) if isinstance(values[name], str) else tuple(values[name])
+            if not all(isinstance(item, str) for item in items):
+                raise InvalidOption(f"option {name} takes names, got {values[name]!r}")
+            values[name] = items
+    if not isinstance(values.get("strict", False), bool):
+        raise InvalidOption(f"option strict takes True or False, got {values['strict']!r}")
+    sharing = values.get("min_sharing", 1.0)
+    if isinstance(sharing, bool) or not isinstance(sharing, int | float) or sharing < 1:
+        raise InvalidOption(f"option min_sharing takes a number of at least 1 (logical over physical tokens), got {sharing!r}")
+    if values.get("inner", "inductor") not in ("inductor", "aot_eager", "eager"):
+        raise InvalidOption(f"option inner takes 'inductor', 'aot_eager' or 'eager', got {values['inner']!r}")
+    dump = values.get("dump")
+    if dump is not None:
+        if not isinstance(dump, str | os.PathLike):
+            raise InvalidOption(f"option dump takes a folder, got {dump!r}")
+        values["dump"] = os.fspath(dump)
+    return Options(**values)

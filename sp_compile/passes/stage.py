@@ -1,0 +1,153 @@
+"""What a pass is, what it is given, and the typed metadata that passes put on nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Protocol
+
+import torch.fx
+
+from sp_compile.analysis.interpret import Analysis
+
+_KEY = "sp_compile"
+
+
+class Source(enum.Enum):
+    """Where a graph input comes from at run time."""
+
+    ARGUMENT = "argument"  # key: number of the captured graph's input
+    FOREST = "forest"  # key: name of a forest tensor
+    TOKENS = "tokens"  # T, the number of physical tokens
+    ROWS = "rows"  # B
+    COLUMNS = "columns"  # L
+    SIZE = "size"  # key: number of the captured graph's SymInt input
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """Metadata of every placeholder of a rewritten graph."""
+
+    source: Source
+    key: int | str = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Metadata of a rewritten node: the dense node it computes, and its expected packed or dense shape as text."""
+
+    dense: str
+    packed: bool
+
+
+def set_input(node: torch.fx.Node, given: Input) -> None:
+    node.meta[_KEY] = given
+
+
+def input_of(node: torch.fx.Node) -> Input:
+    found = node.meta.get(_KEY)
+    assert isinstance(found, Input), f"placeholder {node.name} has no source"
+    return found
+
+
+def set_origin(node: torch.fx.Node, origin: Origin) -> None:
+    node.meta[_KEY] = origin
+
+
+def origin_of(node: torch.fx.Node) -> Origin | None:
+    found = node.meta.get(_KEY)
+    return found if isinstance(found, Origin) else None
+
+
+def mark_lowered(node: torch.fx.Node) -> None:
+    """Says that `select_kernels` has decided about a node."""
+    node.meta["sp_compile_lowered"] = True
+
+
+def is_lowered(node: torch.fx.Node) -> bool:
+    return bool(node.meta.get("sp_compile_lowered"))
+
+
+class Stage(enum.Enum):
+    """What a graph may contain between two passes."""
+
+    CAPTURED = "captured"  # the dense graph
+    PACKED = "packed"  # physical tokens, attention markers without a forest
+    MASKED = "masked"  # every attention is sp_compile.attention with its forest
+    SUNK = "sunk"  # gathers to rows stand as late as possible
+    LOWERED = "lowered"  # concrete implementations only
+
+
+@dataclasses.dataclass
+class Context:
+    """What passes know besides the graph.
+
+    Attributes:
+        analysis: token layouts of the captured graph.
+        module: the captured graph's module, which holds the constants; set by the runner.
+        keys: numbers of the captured graph's inputs in which rows must agree to share; filled by `share_prefixes`.
+        padding: input numbers of the padding masks of every attention layer, None for a layer without; filled by `share_prefixes`.
+        unpacked: dense nodes whose rows a later op needs, with the op; filled by `share_prefixes`.
+        kernels: op to implementation and reason; filled by `select_kernels`.
+    """
+
+    analysis: Analysis
+    module: torch.fx.GraphModule | None = None
+    keys: list[int] = dataclasses.field(default_factory=list)
+    padding: list[int | None] = dataclasses.field(default_factory=list)
+    unpacked: list[str] = dataclasses.field(default_factory=list)
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class PassResult:
+    """A new graph and how many places changed."""
+
+    graph: torch.fx.Graph
+    changed: int
+
+
+class Pass(Protocol):
+    """A graph rewrite; implementations are frozen dataclasses."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def requires(self) -> Stage: ...
+
+    @property
+    def provides(self) -> Stage: ...
+
+    def __call__(self, graph: torch.fx.Graph, context: Context) -> PassResult: ...
+
+
+def forest_input(graph: torch.fx.Graph, name: str) -> torch.fx.Node:
+    """The graph input that holds a forest tensor; made on first use, after the other inputs."""
+    return _placeholder(graph, f"forest_{name}", Input(Source.FOREST, name))
+
+
+def size_input(graph: torch.fx.Graph, source: Source, name: str, key: int = 0) -> torch.fx.Node:
+    """The graph input that holds a size."""
+    return _placeholder(graph, name, Input(source, key))
+
+
+def _placeholder(graph: torch.fx.Graph, name: str, given: Input) -> torch.fx.Node:
+    last = None
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            break
+        if input_of(node) == given:
+            return node
+        last = node
+    first = next(iter(graph.nodes), None)
+    if last is not None:
+        with graph.inserting_after(last):
+            made = graph.placeholder(name)
+    elif first is not None:
+        with graph.inserting_before(first):
+            made = graph.placeholder(name)
+    else:
+        made = graph.placeholder(name)
+    set_input(made, given)
+    return made

@@ -1,0 +1,277 @@
+"""What runs on every call of a captured graph: find the forest, choose shared or dense, feed the compiled graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+
+from sp_compile.analysis.inputs import GraphInputs
+from sp_compile.capture.graphs import example_of, is_symbolic, placeholders
+from sp_compile.backend import Shared, compile_region
+from sp_compile.batch import Padding, find_padding, make_forest
+from sp_compile.capture.numbers import unchanged
+from sp_compile.debug import account, regions
+from sp_compile.errors import CannotShare, NothingToShare, SharedPrefixError
+from sp_compile.inner import Bucket, TensorSpec, compile_bucket
+from sp_compile.layout.forest import Forest
+from sp_compile.layout.tensors import symbolic_shape
+from sp_compile.ops import sites as _sites  # noqa: F401  (site ops have to exist before they can be removed)
+from sp_compile.options import Options
+from sp_compile.passes.runner import PassRecord
+from sp_compile.passes.stage import Context, Source, input_of
+
+MAX_BUCKETS = 8
+"""Compiled forms kept per graph; more means that sizes are specialised on every call, which would never end."""
+
+
+def make_region(module: torch.fx.GraphModule, values: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """The callable for one captured graph. A graph without symbolic rows and columns is compiled densely at once."""
+    dense = without_sites(module)
+    region = Region(module, dense, options)
+    if not any(is_symbolic(example_of(node)) for node in placeholders(module.graph)):
+        region.refuse(CannotShare("rows and columns are static in this graph (one row, one column, or no token input)"), warn=False)
+    else:
+        region.variant_for(values)
+    return region.__call__  # a function: depyf reads the code object of what a backend returns
+
+
+def without_sites(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The dense graph as the model wrote it: every site marker replaced by the value it marks."""
+    graph = torch.fx.Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    for old, new in zip(placeholders(module.graph), placeholders(graph), strict=True):
+        new.meta = dict(old.meta)
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    for node in list(graph.nodes):
+        if node.op == "call_function" and "_site" in str(node.target) and str(node.target).startswith("sp_compile"):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.lint()
+    return torch.fx.GraphModule(module, graph, class_name="DenseGraph")
+
+
+@dataclasses.dataclass
+class Variant:
+    """One way to read the inputs, with its rewritten graph or the reason why there is none."""
+
+    shared: Shared | None = None
+    refusal: CannotShare | None = None
+    padding: Padding | None = None
+    buckets: list[Bucket] = dataclasses.field(default_factory=list)
+
+    @property
+    def context(self) -> Context | None:
+        return self.shared.context if self.shared is not None else None
+
+    @property
+    def graph(self) -> torch.fx.GraphModule | None:
+        return self.shared.graph if self.shared is not None else None
+
+    @property
+    def records(self) -> list[PassRecord]:
+        return self.shared.records if self.shared is not None else []
+
+    @property
+    def inputs(self) -> GraphInputs | None:
+        return self.shared.inputs if self.shared is not None else None
+
+    def fits(self, values: Sequence[Any]) -> bool:
+        """Whether every dimension tied to B or L has that size in this call, and every written-in number its value."""
+        if self.shared is None:
+            return True
+        sizes = self.shared.inputs.sizes
+        rows, columns = values[sizes.batch[0]].shape
+        tied = all(values[n].shape[d] == rows for n, d in sizes.batch_ties) and all(values[n].shape[d] == columns for n, d in sizes.columns_ties)
+        return tied and unchanged(self.shared.numbers, values)
+
+
+class Region:
+    """The compiled form of one captured graph."""
+
+    def __init__(self, module: torch.fx.GraphModule, dense: torch.fx.GraphModule, options: Options) -> None:
+        self.module, self.dense, self.options = module, dense, options
+        self.variants: list[Variant] = []
+        self.dense_buckets: list[Bucket] = []
+        self.lock = threading.RLock()
+        self.warned: set[str] = set()
+        self.number = regions.register(self, module)
+
+    # -- variants --------------------------------------------------------------------------------------------------------------
+
+    def variant_for(self, values: Sequence[Any]) -> Variant:
+        for variant in self.variants:
+            if variant.fits(values):
+                return variant
+        with self.lock:
+            try:
+                shared = compile_region(self.module, values, self.options)
+            except CannotShare as refused:
+                return self.refuse(refused)
+            except (SharedPrefixError, AssertionError, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
+                # a defect of the package must not break the user's run, and must not pass unseen
+                why = CannotShare(f"internal error, {type(error).__name__}: {error}", advice="Please report it with the model.")
+                why.__cause__ = error
+                return self.refuse(why)
+            self.variants.append(Variant(shared, padding=find_padding(shared.graph, shared.context)))
+            return self.variants[-1]
+
+    def refuse(self, refused: CannotShare, warn: bool = True) -> Variant:
+        warn = warn and not isinstance(refused, NothingToShare)
+        if self.options.strict and warn:
+            raise refused
+        if warn and str(refused) not in self.warned:
+            self.warned.add(str(refused))
+            warnings.warn(f"shared_prefix: {refused} The dense graph runs.", stacklevel=2)
+        self.variants.append(Variant(refusal=refused))
+        return self.variants[-1]
+
+    # -- one call -----------------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *values: Any) -> Any:
+        variant = self.variant_for(values)
+        if isinstance(variant.refusal, NothingToShare):
+            return self._run_dense(values, idle=True)
+        if variant.refusal is not None:
+            return self._run_dense(values, refused=str(variant.refusal))
+        forest = self._forest(variant, values)
+        if forest.sharing < self.options.min_sharing or forest.num_tokens < 2:
+            return self._run_dense(values, forest=forest, note=f"sharing {forest.sharing:.3f} is below min_sharing {self.options.min_sharing}")
+        bucket = self._bucket(variant, values, forest)
+        assert variant.shared is not None, "a variant without refusal is shared"
+        account.record(self, values, forest=forest, variant=variant)
+        return bucket.call(*self._feed(variant, values, forest))
+
+    @staticmethod
+    def _forest(variant: Variant, values: Sequence[Any]) -> Forest:
+        assert variant.shared is not None, "a variant without refusal is shared"
+        return make_forest(variant.shared.inputs, variant.shared.context, variant.padding, values)
+
+    def _sizes(self, variant: Variant, values: Sequence[Any], forest: Forest) -> dict[str, int]:
+        assert variant.shared is not None, "a variant without refusal is shared"
+        rows, columns = values[variant.shared.inputs.sizes.batch[0]].shape
+        sizes = {"T": forest.num_tokens, "B": int(rows), "L": int(columns)}
+        for node in placeholders(variant.shared.graph.graph):
+            given = input_of(node)
+            if given.source is Source.SIZE:
+                sizes[self._size_name(variant.shared.inputs, variant.shared.inputs.fakes[int(given.key)])] = int(values[int(given.key)])
+            elif given.source is Source.FOREST:
+                tensor = forest.tensor(str(given.key), "cpu")
+                for name, real in zip(symbolic_shape(str(given.key))[0], tensor.shape, strict=True):
+                    if isinstance(name, str):
+                        sizes.setdefault(name, int(real))
+        return sizes
+
+    def _bucket(self, variant: Variant, values: Sequence[Any], forest: Forest) -> Bucket:
+        sizes = self._sizes(variant, values, forest)
+        for bucket in variant.buckets:
+            if bucket.accepts(sizes):
+                return bucket
+        with self.lock:
+            if len(variant.buckets) >= MAX_BUCKETS:
+                raise RuntimeError(f"the inner compiler specialised this graph to {MAX_BUCKETS} ranges of sizes already; sizes now are {sizes}")
+            assert variant.shared is not None, "a variant without refusal is shared"
+            inputs = [self._spec(variant, node, values, forest) for node in placeholders(variant.shared.graph.graph)]
+            variant.buckets.append(compile_bucket(variant.shared.graph, inputs, sizes, self.options.inner))
+            return variant.buckets[-1]
+
+    def _spec(self, variant: Variant, node: torch.fx.Node, values: Sequence[Any], forest: Forest) -> Any:
+        given = input_of(node)
+        assert variant.shared is not None, "a variant without refusal is shared"
+        if given.source is Source.ARGUMENT:
+            value, fake = values[int(given.key)], variant.shared.inputs.fakes[int(given.key)]
+            if isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in fake.shape):
+                return TensorSpec(tuple(self._size_name(variant.shared.inputs, s) for s in fake.shape), value.dtype, value.device)
+            return value
+        if given.source is Source.FOREST:
+            tensor = self._forest_tensor(forest, str(given.key), variant, values)
+            return TensorSpec(symbolic_shape(str(given.key))[0], tensor.dtype, tensor.device)
+        if given.source is Source.SIZE:
+            return self._size_name(variant.shared.inputs, variant.shared.inputs.fakes[int(given.key)])
+        return {Source.TOKENS: "T", Source.ROWS: "B", Source.COLUMNS: "L"}[given.source]
+
+    def _size_name(self, inputs: GraphInputs, size: Any) -> int | str:
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expr: sympy.Expr = size.node.expr
+        if expr == inputs.symbols.batch:
+            return "B"
+        return "L" if expr == inputs.symbols.columns else str(expr)
+
+    def _forest_tensor(self, forest: Forest, name: str, variant: Variant, values: Sequence[Any]) -> torch.Tensor:
+        assert variant.shared is not None, "a variant without refusal is shared"
+        return forest.tensor(name, values[variant.shared.inputs.sizes.batch[0]].device)
+
+    def _feed(self, variant: Variant, values: Sequence[Any], forest: Forest) -> list[Any]:
+        assert variant.shared is not None, "a variant without refusal is shared"
+        sizes = {Source.TOKENS: forest.num_tokens, Source.ROWS: forest.num_rows, Source.COLUMNS: forest.index.shape[1]}
+        fed: list[Any] = []
+        for node in placeholders(variant.shared.graph.graph):
+            given = input_of(node)
+            if given.source is Source.ARGUMENT:
+                value = values[int(given.key)]
+                symbolic = isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in variant.shared.inputs.fakes[int(given.key)].shape)
+                fed.append(value.contiguous() if symbolic else value)
+            elif given.source is Source.FOREST:
+                fed.append(self._forest_tensor(forest, str(given.key), variant, values))
+            elif given.source is Source.SIZE:
+                fed.append(values[int(given.key)])
+            else:
+                fed.append(sizes[given.source])
+        return fed
+
+    # -- the dense graph ------------------------------------------------------------------------------------------------------
+
+    def _run_dense(self, values: Sequence[Any], **said: Any) -> Any:
+        bucket = self._dense_bucket(values)
+        account.record(self, values, **said)
+        return bucket.call(*self._dense_feed(values))
+
+    def _dense_bucket(self, values: Sequence[Any]) -> Bucket:
+        sizes = self._dense_sizes(values)
+        for bucket in self.dense_buckets:
+            if bucket.accepts(sizes):
+                return bucket
+        with self.lock:
+            if len(self.dense_buckets) >= MAX_BUCKETS:
+                raise RuntimeError(f"the inner compiler specialised the dense graph to {MAX_BUCKETS} ranges of sizes already; sizes now are {sizes}")
+            inputs: list[Any] = []
+            for node, value in zip(placeholders(self.dense.graph), values, strict=True):
+                example = example_of(node)
+                if isinstance(example, torch.Tensor) and any(map(is_symbolic, example.shape)):
+                    shape = tuple(str(s.node.expr) if is_symbolic(s) else int(s) for s in example.shape)
+                    inputs.append(TensorSpec(shape, value.dtype, value.device, value.requires_grad))
+                elif isinstance(example, torch.SymInt) and is_symbolic(example):
+                    inputs.append(str(example.node.expr))
+                else:
+                    inputs.append(value)
+            self.dense_buckets.append(compile_bucket(self.dense, inputs, sizes, self.options.inner))
+            return self.dense_buckets[-1]
+
+    def _dense_sizes(self, values: Sequence[Any]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for node, value in zip(placeholders(self.dense.graph), values, strict=True):
+            example = example_of(node)
+            if isinstance(example, torch.SymInt) and is_symbolic(example):
+                sizes[str(example.node.expr)] = int(value)
+            elif isinstance(example, torch.Tensor):
+                for size, real in zip(example.shape, value.shape, strict=True):
+                    if is_symbolic(size):
+                        sizes[str(size.node.expr)] = int(real)  # type: ignore[union-attr]
+        return sizes
+
+    def _dense_feed(self, values: Sequence[Any]) -> list[Any]:
+        fed = []
+        for node, value in zip(placeholders(self.dense.graph), values, strict=True):
+            example = example_of(node)
+            symbolic = isinstance(example, torch.Tensor) and any(map(is_symbolic, example.shape))
+            fed.append(value.contiguous() if symbolic else value)
+        return fed
