@@ -143,12 +143,14 @@ def _key(inputs: GraphInputs, number: int, value: torch.Tensor) -> list[torch.Te
 def _keep(padding: Padding | None, values: Sequence[Any]) -> torch.Tensor | None:
     if padding is None:
         return None
-    keep = values[padding.mask].detach().cpu() != 0
+    mask = values[padding.mask].detach()
+    keep = mask.cpu() != 0
     if bool(keep.all()):
         return None
     for loss in padding.losses:
-        positions = torch.arange(keep.numel()).view(keep.shape)
-        read, targets = loss.graph(positions, *(values[number].detach().cpu() for number in loss.arguments))
-        counted = read[targets != loss.ignore_index]
-        keep.view(-1)[counted.reshape(-1)] = True
+        # on the inputs' device: the cut out graph may move targets there itself
+        positions = torch.arange(keep.numel(), device=mask.device).view(keep.shape)
+        read, targets = loss.graph(positions, *(values[number].detach() for number in loss.arguments))
+        counted = read[(targets != loss.ignore_index).to(read.device)]
+        keep.view(-1)[counted.reshape(-1).cpu()] = True
     return keep

@@ -88,6 +88,7 @@ def compile_bucket(module: torch.fx.GraphModule, inputs: Sequence[Any], sizes: M
 
 def _symbol(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
     source = ConstantSource(f"sp_{name}")
+    hint = max(hint, 2)  # torch takes sizes 0 and 1 for constants; nothing in the graph depends on a size being one
     symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
     made = env.create_symintnode(symbol, hint=hint, source=source)
     assert isinstance(made, torch.SymInt), "a dynamic symbol is never specialised"

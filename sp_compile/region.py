@@ -12,7 +12,7 @@ import sympy
 import torch
 import torch.fx
 
-from sp_compile.analysis.inputs import GraphInputs
+from sp_compile.analysis.inputs import GraphInputs, constants_hold, static_refusal
 from sp_compile.capture.graphs import example_of, is_symbolic, placeholders
 from sp_compile.backend import Shared, compile_region
 from sp_compile.batch import Padding, find_padding, make_forest
@@ -36,7 +36,8 @@ def make_region(module: torch.fx.GraphModule, values: Sequence[Any], options: Op
     dense = without_sites(module)
     region = Region(module, dense, options)
     if not any(is_symbolic(example_of(node)) for node in placeholders(module.graph)):
-        region.refuse(CannotShare("rows and columns are static in this graph (one row, one column, or no token input)"), warn=False)
+        refused, warn = static_refusal(module.graph, values)
+        region.refuse(refused, warn=warn)
     else:
         region.variant_for(values)
     return region.__call__  # a function: depyf reads the code object of what a backend returns
@@ -91,7 +92,7 @@ class Variant:
         sizes = self.shared.inputs.sizes
         rows, columns = values[sizes.batch[0]].shape
         tied = all(values[n].shape[d] == rows for n, d in sizes.batch_ties) and all(values[n].shape[d] == columns for n, d in sizes.columns_ties)
-        return tied and unchanged(self.shared.numbers, values)
+        return tied and unchanged(self.shared.numbers, values) and constants_hold(self.shared.inputs, values)
 
 
 class Region:

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from sp_compile.analysis.facts import Nonzero, Triangle
 from sp_compile.analysis.layouts import COLUMN, TOKENS, UNIFORM, Layout, Symbols
-from sp_compile.capture.graphs import example_of, is_symbolic, placeholders
+from sp_compile.capture.graphs import example_of, is_module_state, is_symbolic, placeholders
 from sp_compile.errors import CannotShare
 
 LARGEST_TABLE = 1 << 26
@@ -31,6 +31,10 @@ class TokenSizes:
     columns_ties: tuple[tuple[int, int], ...]
 
 
+Stamp = tuple[int, int]
+"""Address and version of a constant table when its values were read; a version of -1 is not known and never trusted."""
+
+
 @dataclasses.dataclass
 class GraphInputs:
     """The inputs of one analysed graph: fake values over B and L, their layouts, and how to read the sizes."""
@@ -40,7 +44,24 @@ class GraphInputs:
     fakes: list[Any]
     layouts: list[Layout | None]
     sizes: TokenSizes
-    constants_read: list[int]
+    constants_read: dict[int, Stamp]
+
+
+def constants_hold(inputs: GraphInputs, values: Sequence[Any]) -> bool:
+    """Whether constant tables still hold what the analysis read in them; they are read again only if they were written to or replaced."""
+    for number, stamp in inputs.constants_read.items():
+        now = _stamp(values[number])
+        if now == stamp and now[1] >= 0:
+            continue
+        layout = inputs.layouts[number]
+        if layout is None or _triangle(values[number]) != layout.fact:
+            return False
+        inputs.constants_read[number] = now
+    return True
+
+
+def _stamp(value: torch.Tensor) -> Stamp:
+    return value.data_ptr(), -1 if value.is_inference() else value._version
 
 
 def find_token_input(graph: torch.fx.Graph) -> int:
@@ -56,12 +77,32 @@ def find_token_input(graph: torch.fx.Graph) -> int:
         if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.dtype.is_floating_point and all(map(is_symbolic, value.shape)):
             found.append(number)
     if not found:
-        raise CannotShare(
-            "the graph has no integer [rows, columns] input to find prefixes in",
-            advice="A region after a graph break, or a model called with inputs_embeds, has none; remove the break or pass input_ids.",
-        )
+        raise no_token_input()
     embedded = [n for n in found if any("embedding" in str(user.target) for user in nodes[n].users)]
     return (embedded or found)[0]
+
+
+def no_token_input() -> CannotShare:
+    return CannotShare(
+        "the graph has no integer [rows, columns] input to find prefixes in",
+        advice="A region after a graph break, a part cut off by DistributedDataParallel (set torch._dynamo.config.optimize_ddp = False), "
+        "or a model called with inputs_embeds, has none; remove the break or pass input_ids.",
+    )
+
+
+def static_refusal(graph: torch.fx.Graph, values: Sequence[Any]) -> tuple[CannotShare, bool]:
+    """Why a graph without symbolic sizes cannot be shared, and whether that is worth a warning.
+
+    One row, or one column, has nothing to share; that is no mistake of the user's.
+    """
+    given = [value for node, value in zip(placeholders(graph), values, strict=True) if not is_module_state(node)]
+    wide = [value for value in given if isinstance(value, torch.Tensor) and value.dim() >= 2 and min(value.shape[:2]) > 1]
+    if any(value.dim() == 2 and not value.is_floating_point() for value in wide):
+        advice = "Leave the dynamic argument of torch.compile at its default, and mark no size of the token inputs as static."
+        return CannotShare("rows and columns are static in this graph", advice=advice), True
+    if any(value.dim() >= 3 and value.is_floating_point() for value in wide):
+        return no_token_input(), True
+    return CannotShare("rows and columns are static in this graph (one row, one column, or no token input)"), False
 
 
 def read_inputs(graph: torch.fx.Graph, values: Sequence[Any]) -> GraphInputs:
@@ -82,6 +123,7 @@ def read_inputs(graph: torch.fx.Graph, values: Sequence[Any]) -> GraphInputs:
         raise CannotShare(f"rows and columns have one size ({rows}) and one symbol, so they cannot be told apart", advice="Pass dynamic=True.")
     env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # its keys cost more than what it saves in a graph whose sizes are all symbols
     made: dict[Any, torch.SymInt] = {}
     ties: dict[str, list[tuple[int, int]]] = {"B": [], "L": []}
     batch, length = _symbol(env, "B", max(rows, 2)), _symbol(env, "L", max(columns, 2))
@@ -114,14 +156,14 @@ def read_inputs(graph: torch.fx.Graph, values: Sequence[Any]) -> GraphInputs:
     symbols = Symbols(batch.node.expr, length.node.expr)
     fakes: list[Any] = []
     layouts: list[Layout | None] = []
-    read: list[int] = []
+    read: dict[int, Stamp] = {}
     for number, node in enumerate(nodes):
         example = example_of(node)
         if number in tensors:
             fake = _fake(mode, example, values[number], tensors[number])
             layout = _layout(node, fake, values[number], symbols)
             if isinstance(layout.fact, Triangle):
-                read.append(number)
+                read[number] = _stamp(values[number])
             fakes.append(fake)
             layouts.append(layout)
         elif isinstance(example, torch.SymInt):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from sp_compile import capture
 from sp_compile.analysis import sites
 from sp_compile.analysis.inputs import GraphInputs
 from sp_compile.capture.graphs import placeholders
@@ -70,6 +72,9 @@ class Analysis:
         """The layout of a node with a single tensor result."""
         found = self.nodes[node].layouts
         return found[0] if len(found) == 1 else None
+
+
+ADVICE = "Do it after the last attention layer, where rows are apart anyway, or in a way that works on each token by itself."
 
 
 class LayoutMode(TorchDispatchMode):
@@ -170,7 +175,7 @@ class LayoutMode(TorchDispatchMode):
             results = [layout.with_(why=layout.why or why) if layout.is_rows else layout for layout in results]
             self._check_per_row(call, results)
         except NotPackable as refused:
-            found = self.reason(refused.text, call.func, refused.advice)
+            found = self.reason(refused.text, call.func, refused.advice or ADVICE)
             self.fail(why or found)
             known = refused.dense
             if known is not None and known.entry:
@@ -356,8 +361,15 @@ def preserved_global_state() -> Any:
             torch.set_autocast_dtype(device, dtype)
 
 
+_ADVICE = "Only causal attention may mix tokens before the last attention layer: move the op behind it, or out of the compiled model."
+
+
 def refusal(why: Reason) -> CannotShare:
-    return CannotShare(why.text, op=why.op, node=why.node, source=why.source, advice=why.advice)
+    return CannotShare(why.text, op=why.op, node=why.node, source=why.source, advice=why.advice or _ADVICE)
+
+
+_NOT_THE_USERS = tuple(f'File "{folder}{os.sep}' for folder in (os.path.dirname(torch.__file__), os.path.dirname(capture.__file__)))
+"""Beginnings of the stack lines of code that only carries out what the user's code asked for."""
 
 
 def source_line(node: torch.fx.Node | None) -> str:
@@ -366,7 +378,7 @@ def source_line(node: torch.fx.Node | None) -> str:
     if not text:
         return ""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip().startswith("File ")]
-    lines = [line for line in lines if "/sp_compile/capture/" not in line] or lines
+    lines = [line for line in lines if not line.startswith(_NOT_THE_USERS)] or lines
     if not lines:
         return ""
     place = lines[-1]

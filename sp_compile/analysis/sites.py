@@ -70,8 +70,10 @@ def _attention(site: Site, heads_first: bool) -> Layout:
     q, k, v = (site.layout(name) for name in ("q", "k", "v"))
     assert q is not None and k is not None and v is not None, "attention takes q, k and v"
     for name, layout in (("query", q), ("key", k), ("value", v)):
-        if layout.is_rows or not layout.reach.shared:
+        if layout.is_rows:
             return _refuse(site, f"the {name} of an attention layer is not shared", layout.why)
+        if not layout.reach.shared:
+            return _refuse(site, f"the {name} of an attention layer looks ahead of its own column")
         if not _attention_dims(layout):
             return _refuse(site, f"the {name} of an attention layer is not [batch, heads, tokens, width] but {list(layout.dims)}")
     if site.given.get("dropout"):

@@ -157,7 +157,7 @@ def _insert(graph: Graph, match: Match, replaced: dict[Node, Node]) -> None:
         for name, by in scores.factors:
             q = writer.method(q, name, by)
         mask = writer.mask()
-        four = writer.four(out, len(match.order) + (match.order[0] == "n"))
+        four = writer.four(out, len(match.order))
         wide = four if dtype == value.dtype else writer.method(four, "to", dtype)
         there = [match.order.index(axis) for axis in "bqhd"] if len(match.order) == 4 else [0, 2, 1, 3]
         dense = wide if there == [0, 1, 2, 3] else writer.method(wide, "permute", *there)

@@ -327,7 +327,7 @@ def _heads(scores: Scores, v: Operand, tail: list[Node], out: Node) -> int:
     full, merged = (batch, heads, length, length), (batch * heads, length, length)
     wide = [(batch, heads, length, length + 1), (batch * heads, length, length + 1)] if any(spelled(n).name == "cat" for n in tail) else []
     _demand(all(shape(n) in (full, merged, *wide) for n in scores.chain), "the scores change their shape")
-    for name, sizes, allowed in (("queries", q, (heads,)), ("keys", k, (heads, 1)), ("values", v.sizes, (k[1],))):
+    for name, sizes, allowed in (("queries", q, (heads,)), ("keys", k, (heads, 1)), ("values", v.sizes, (k[1] if len(k) == 4 else heads,))):
         right = sizes[0] == batch and sizes[1] in allowed if len(sizes) == 4 else sizes[0] == batch * heads
         _demand(len(sizes) in (3, 4) and right and sizes[-2] == length, f"the {name} do not fit the scores")
     _demand(len(q) == len(k) and len(shape(out)) == len(v.sizes), "operands of different ranks")

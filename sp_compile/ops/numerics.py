@@ -10,10 +10,14 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+ROUNDING_NOISE = 1e-12
+"""A norm below this is what float64 leaves of a value that is zero in exact arithmetic, such as a gradient through a softmax of one score."""
+
+
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Frobenius norm of `got - want` over that of `want`, formed in float64; the plain norm of `got` where `want` is zero."""
+    """Frobenius norm of `got - want` over that of `want`, formed in float64; the plain norm of the difference where `want` is zero or rounding noise."""
     got, want = got.detach().double(), want.detach().double()
     if want.numel() == 0:
         return 0.0
     norm = float(want.norm())
-    return float((got - want).norm()) / norm if norm else float(got.norm())
+    return float((got - want).norm()) / (norm if norm > ROUNDING_NOISE else 1.0)

@@ -23,13 +23,15 @@ class Form(enum.Enum):
 
 
 def find_forms(order: Sequence[torch.fx.Node], infos: Infos) -> dict[torch.fx.Node, Form]:
-    """The form of every node. Memory that one op has to write on rows is on rows for every op."""
+    """The form of every node. Memory that is written is on physical tokens for every op that sees it, or on rows for every one."""
+    written = set[int]().union(*(infos[node].writes for node in order))
     on_rows: set[int] = set()
     while True:
         forms: dict[torch.fx.Node, Form] = {}
         for node in order:
             forms[node] = _form(node, infos, forms, on_rows)
-        found = on_rows.union(*(infos[node].writes for node in order if forms[node] is not Form.DIRECT))
+        others = [infos[node] for node in order if forms[node] is not Form.DIRECT]
+        found = on_rows.union(*(info.writes | (info.storages & written) for info in others))
         if found == on_rows:
             return forms
         on_rows = found
@@ -48,7 +50,7 @@ def _form(node: torch.fx.Node, infos: Infos, forms: Mapping[torch.fx.Node, Form]
         return Form.COMMON
     if any(t.is_rows or not t.reach.shared or t.has_spans for t in layouts):
         return Form.NONE
-    if info.attention is not None or direct:
+    if direct or (info.attention is not None and not info.storages & on_rows):
         return Form.DIRECT
     return Form.GATHER if all(t.entry and gatherable(t) for t in layouts) else Form.NONE
 

@@ -132,12 +132,12 @@ class Builder:
         place: the node before which nodes are made; it moves forward.
         epoch: number of the stretch of the graph between switches of grad mode or autocast; nodes are not reused across.
         grad: the grad mode at `place`.
-        made: all of them.
+        made: all of them, with their epochs.
     """
 
     def __init__(self, graph: torch.fx.Graph, sizes: Sizes) -> None:
         self.graph, self.sizes = graph, sizes
-        self.made: list[torch.fx.Node] = []
+        self.made: dict[torch.fx.Node, int] = {}
         self.known: dict[str, torch.fx.Node] = {}
         self.place: torch.fx.Node = next(iter(graph.nodes))
         self.epoch = 0
@@ -154,7 +154,7 @@ class Builder:
         made.meta["val"] = value
         if "stack_trace" in self.place.meta:
             made.meta["stack_trace"] = self.place.meta["stack_trace"]
-        self.made.append(made)
+        self.made[made] = self.epoch
         self.known[key] = made
         return made
 
@@ -163,6 +163,18 @@ class Builder:
 
     def function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.fx.Node:
         return self.node("call_function", target, *args, **kwargs)
+
+    def clean(self) -> None:
+        """Lets nodes that are made alike be one, and drops those without users."""
+        known: dict[str, torch.fx.Node] = {}
+        ordered = [(node, self.made[node]) for node in self.graph.nodes if node in self.made]
+        for node, epoch in ordered:
+            first = known.setdefault(f"{epoch} {node.op} {node.target} {node.args} {node.kwargs}", node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+        for node, _ in reversed(ordered):
+            if not node.users:
+                self.graph.erase_node(node)
 
     # -- parts of a row view of one tensor --------------------------------------------------------------------------------------
 
@@ -220,7 +232,8 @@ class _Trial(LayoutMode):
         self.called: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self.called.add(func._schema.name.split("::")[1])
+        if func.namespace != "prim":  # questions, such as prim.device
+            self.called.add(func._schema.name.split("::")[1])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _check_per_row(self, call: Call, results: list[Layout]) -> None:

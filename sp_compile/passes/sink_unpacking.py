@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +30,8 @@ from sp_compile.ops import tokens
 from sp_compile.passes import row_uses
 from sp_compile.passes.metadata import propagate
 from sp_compile.passes.row_views import Builder, Leads, RowView, Sizes, local_form, run, values_of
-from sp_compile.passes.stage import Context, PassResult, Stage, origin_of, set_origin
+from sp_compile.passes.row_writes import without_writes
+from sp_compile.passes.stage import Context, PassResult, Source, Stage, input_of, origin_of, set_origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,23 +54,27 @@ class _Sink:
     def __init__(self, graph: torch.fx.Graph, context: Context) -> None:
         self.graph, self.context = graph, context
         self.info = {node.name: info for node, info in context.analysis.nodes.items()}
+        self.inputs = [node.name for node in context.analysis.nodes if node.op == "placeholder"]
         self.read = {node.name: self._storages(node) for node in context.analysis.nodes}
         self.sizes = Sizes.of(graph)
         self.builder = Builder(graph, self.sizes)
         self.views: dict[torch.fx.Node, RowView] = {}
+        self.epochs: dict[torch.fx.Node, int] = {}
         self.order = {node: number for number, node in enumerate(graph.nodes)}
+        self.builder.grad = torch.is_grad_enabled()
+        self.pure = without_writes(graph, self.sizes, self._lives_in, self.builder.grad)
         self.last_write: dict[int, int] = {}
         for node, number in self.order.items():
             info = self._info(node)
-            self.last_write |= dict.fromkeys(_writes(info) if info is not None else (), number)
-        self.builder.grad = torch.is_grad_enabled()
+            if info is not None and node not in self.pure:
+                self.last_write |= dict.fromkeys(_writes(info), number)
         self.changed = 0
 
     def run(self) -> int:
         # Autocast is switched for real on the way, so that trials see the dtypes of their place.
         with self.sizes.faked():
             for node in self.order:
-                self.builder.place = node
+                self.builder.place, self.epochs[node] = node, self.builder.epoch
                 if node.target is tokens.unpack:
                     self._start(node)
                 elif self._switches(node):
@@ -93,6 +97,14 @@ class _Sink:
     def _info(self, node: torch.fx.Node) -> NodeInfo | None:
         origin = origin_of(node)
         return self.info.get(origin.dense) if origin is not None else None
+
+    def _lives_in(self, node: torch.fx.Node) -> set[int]:
+        """The storages of a node's dense value."""
+        if node.op == "placeholder":
+            given = input_of(node)
+            return self.info[self.inputs[int(given.key)]].storages if given.source is Source.ARGUMENT else set()
+        info = self._info(node.args[0] if node.target is tokens.unpack and isinstance(node.args[0], torch.fx.Node) else node)
+        return info.storages if info is not None else set()
 
     def _written_later(self, info: NodeInfo, node: torch.fx.Node) -> bool:
         return any(self.last_write.get(storage, -1) > self.order[node] for storage in info.storages)
@@ -122,7 +134,7 @@ class _Sink:
         views = {a: self.views[a] for a in node.all_input_nodes if a in self.views and not (self.views[a].detached and self.builder.grad)}
         if not views or origin is None or info is None or node.op not in ("call_function", "call_method"):
             return
-        if info.body is not None or info.writes & self.read[origin.dense]:
+        if info.body is not None or (info.writes & self.read[origin.dense] and node not in self.pure):
             return
         found = self._rewritten(node, views)
         if isinstance(found, RowView):
@@ -165,20 +177,24 @@ class _Sink:
         """Unpacks what is still used as rows, where it was made, and drops the rest."""
         started = {origin.dense for node, view in self.views.items() if node.target is tokens.unpack and (origin := origin_of(view.values))}
         self.context.unpacked[:] = [entry for entry in self.context.unpacked if entry.split(" for ")[0] not in started]
+        needed: list[str] = []
         for node, view in reversed(self.views.items()):
             if not node.users:
                 self.graph.erase_node(node)
             elif isinstance(node.meta["val"], torch.Tensor):
-                self.builder.place, self.builder.known = node, {}
+                self.builder.place, self.builder.epoch, self.builder.known = node, self.epochs[node], {}
                 origin = origin_of(node) or origin_of(view.values)
                 rows = self.builder.rows(view, node.meta["val"].is_contiguous())
-                for user in node.users:
-                    if user.op != "output" and origin is not None:
-                        self.context.unpacked.append(f"{origin.dense} for {user.name}")
+                if origin is not None:
+                    needed += [f"{origin.dense} for {self._dense_name(user)}" for user in node.users if user.op != "output"]
                 self._replace(node, rows)
-        for made in sorted(self.builder.made, key=_positions(self.graph), reverse=True):
-            if not made.users:
-                self.graph.erase_node(made)
+        self.builder.clean()
+        self.context.unpacked += reversed(needed)
+
+    @staticmethod
+    def _dense_name(node: torch.fx.Node) -> str:
+        origin = origin_of(node)
+        return node.name if origin is None else origin.dense
 
     def _replace(self, node: torch.fx.Node, by: torch.fx.Node) -> None:
         origin = origin_of(node)
@@ -190,11 +206,6 @@ class _Sink:
 
 def _writes(info: NodeInfo) -> set[int]:
     return info.writes.union(*(_writes(inner) for inner in info.body.nodes.values())) if info.body is not None else info.writes
-
-
-def _positions(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], int]:
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    return lambda node: order[node]
 
 
 def _leads(dims: list[list[str]]) -> Leads | None:

@@ -98,12 +98,12 @@ def family(name: str) -> Callable[[Step], Step]:
 
 
 def program(pick: Pick, names: Sequence[str], steps: int) -> tuple[Program, torch.fx.GraphModule]:
-    """A program of at most `steps` values; the last of them and one other are returned."""
+    """A program of at most `steps` values; returns the last of them, another one, and something that can always be shared."""
     writer = Writer(pick)
     chosen = [step for name in names for step in FAMILIES[name]]
     for _ in range(steps):
         writer.step(chosen)
-    outputs = [writer.pool[-1], pick(writer.pool[6:])]
+    outputs = [writer.pool[-1], pick(writer.pool[6:]), writer.call(torch.tanh, writer.hidden)]
     return writer.program, writer.program.finish(*outputs)
 
 
@@ -381,7 +381,7 @@ def gather(w: Writer) -> torch.fx.Node:
 @family("indexing")
 def take(w: Writer) -> torch.fx.Node:
     x = w.any()
-    return w.pick([lambda: w.call(torch.index_select, x, w.dim(x), _small(w)), lambda: w.call(torch.take_along_dim, x, _small(w), w.dim(x))])()
+    return w.pick([lambda: w.call(torch.index_select, x, w.dim(x), _small(w)), lambda: w.call(torch.gather, x, -1, w.call(torch.zeros_like, _small(w)))])()
 
 
 @family("indexing")

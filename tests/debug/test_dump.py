@@ -165,7 +165,7 @@ def test_checkpointed_lines_name_no_folder(tmp_path: Path) -> None:
     assert str(Path(__file__).parent) not in text
 
 
-def test_called_graphs_are_written(dumped: Path) -> None:
+def test_called_graphs_are_written() -> None:
     class Outer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -72,7 +72,7 @@ class Gpt(nn.Module):
         self.transformer["wte"].weight = self.lm_head.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        b, t = input_ids.size()
+        _, t = input_ids.size()
         assert t <= self.block_size, f"cannot forward {t} tokens, the block size is {self.block_size}"
         pos = torch.arange(0, t, dtype=torch.long, device=input_ids.device)
         x = self.transformer["wte"](input_ids) + self.transformer["wpe"](pos)

@@ -110,7 +110,8 @@ def short(seed: int = 0) -> list[Row]:
     """One-token rows, empty completions, and one row that has both neighbours' beginning."""
     generator = torch.Generator().manual_seed(seed)
     prompt = _random(generator, 5)
-    return [(prompt, []), (prompt[:1], []), (prompt, _random(generator, 1)), (prompt, _random(generator, 4)), (_random(generator, 1), []), (prompt, [])]
+    other = _random(generator, 1)
+    return [(prompt, []), (prompt[:1], []), (prompt, _random(generator, 1)), (prompt, _random(generator, 4)), (other, []), (prompt, [])]
 
 
 def different(seed: int = 0) -> list[Row]:
@@ -160,11 +161,21 @@ def _square(seed: int = 3, size: int = 8) -> list[Row]:
     return star(seed, rows=size, prompt=5, completion=size - 5)
 
 
+_KINDS = {
+    "star": star,
+    "forest": forest,
+    "tree": tree,
+    "duplicates": duplicates,
+    "short": short,
+    "square": _square,
+    "different": different,
+}
+
+
 def batches() -> list[Batch]:
     """Every scenario; those of one signature go through one compiled model."""
-    kinds = {"star": star, "forest": forest, "tree": tree, "duplicates": duplicates, "short": short, "square": _square, "different": different}
     found: list[Batch] = []
-    for name, make in kinds.items():
+    for name, make in _KINDS.items():
         ids, mask, labels = right_padded(make())
         found.append(_plain(name, ids))
         found.append(_masked(f"{name} right-padded", ids, mask))
@@ -172,7 +183,7 @@ def batches() -> list[Batch]:
             found.append(_plain(f"{name} labels", ids, labels=labels))
             found.append(_masked(f"{name} right-padded labels", ids, mask, labels=labels))
     for name in ("forest", "tree", "short"):
-        ids, mask, labels = both_padded(kinds[name]())
+        ids, mask, labels = both_padded(_KINDS[name]())
         found.append(_masked(f"{name} both-padded", ids, mask))
         found.append(_masked(f"{name} both-padded labels", ids, mask, labels=labels))
         found.append(_masked(f"{name} both-padded counted", ids, mask, position_ids=counted(mask)))

@@ -107,29 +107,29 @@ def test_frozen_parameters() -> None:
 
 
 def test_autocast_on_and_off() -> None:
-    """In bfloat16 the error against float32 is at most that of the dense model, with a margin for chance."""
-    model, batch = gpt(), labelled()
+    """In bfloat16 the errors against float32 are those of the dense model, up to chance; all parameters count as one vector."""
+    model = gpt()
     call = compare.compiled(model, "aot_eager")
-    exact = compare.step(model, model, batch)
 
-    def rounded(run: Callable[..., Any]) -> compare.Result:
+    def rounded(run: Callable[..., Any], batch: Batch) -> compare.Result:
         with torch.autocast("cpu", torch.bfloat16):
             return compare.step(run, model, batch)
 
-    for _ in range(2):
+    for seed in range(3):
+        batch = labelled(seed)
         compare.check(call, model, batch)
-        found, wanted = rounded(call), rounded(model)
+        exact = compare.step(model, model, batch)
+        found, wanted = rounded(call, batch), rounded(model, batch)
         compare.assert_shared(sp_compile.last_run(), batch)
         assert found.logits.dtype == wanted.logits.dtype == torch.bfloat16
         assert compare.relative(found.logits, exact.logits) <= 1.25 * compare.relative(wanted.logits, exact.logits)
-        for name, gradient in exact.gradients.items():
-            limit = 1.25 * compare.relative(wanted.gradients[name], gradient) + 2e-3
-            assert compare.relative(found.gradients[name], gradient) <= limit, name
+        vectors = [torch.cat([g.flatten() for g in result.gradients.values()]) for result in (found, wanted, exact)]
+        assert compare.relative(vectors[0], vectors[2]) <= 1.25 * compare.relative(vectors[1], vectors[2])
 
 
 class Checkpointed(Gpt):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        b, t = input_ids.size()
+        _, t = input_ids.size()
         x = self.transformer["wte"](input_ids) + self.transformer["wpe"](torch.arange(t))
         for block in self.transformer["h"]:  # type: ignore[union-attr]
             x = checkpoint(block, x, use_reentrant=False)

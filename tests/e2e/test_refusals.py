@@ -87,7 +87,7 @@ def columns_first(model: Between, x: Tensor) -> Tensor:
 
 
 def batch_norm(model: Between, x: Tensor) -> Tensor:
-    return model.norm(x.transpose(1, 2)).transpose(1, 2)
+    return model.norm(x.flatten(0, 1)).view(x.shape)
 
 
 def two_sided(model: Between, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["eager", *(pytest.param(inner, marks=pytest.mark.slow) for inner in ("aot_eager", "inductor"))])
 @pytest.mark.parametrize("between", list(CASES), ids=lambda function: function.__name__)
 def test_refused_runs_the_dense_graph(between: Callable[[Between, Tensor], Tensor], inner: str) -> None:
     op, _ = CASES[between]
@@ -152,13 +152,13 @@ def test_refused_runs_the_dense_graph(between: Callable[[Between, Tensor], Tenso
         warnings.simplefilter("always")
         model = spread(Between(between))
         call = torch.compile(model, backend=shared_prefix, options={"inner": inner})
-        found = [seeded_step(call, model, batch) for _ in range(2)][0]
+        found = seeded_step(call, model, batch)
+        seeded_step(call, model, batch)
     mine = [w for w in caught if "shared_prefix" in str(w.message)]
     assert len(mine) == 1
     account = sp_compile.last_run()
     assert not account.shared
     assert len(account.refused) == 1
-    assert f"op {'' if between is two_sided else ''}" in account.refused[0]
     assert op in account.refused[0]
     assert account.physical_tokens == account.logical_tokens == batch.logical
     torch._dynamo.reset()

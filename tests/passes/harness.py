@@ -159,18 +159,25 @@ def _weighed(leaf: Tensor) -> Tensor:
     return (leaf * (1 + 0.1 * torch.sin(steps))).sum()
 
 
-def errors(model: nn.Module, *inputs: Any, **options: Any) -> dict[str, float]:
-    """Relative Frobenius errors of every result ("0", "1", ...) and of every gradient against the dense model's."""
+def compare(model: nn.Module, *inputs: Any, **options: Any) -> tuple[float, Rewrite]:
+    """The largest relative Frobenius error of any result or gradient against the dense model's, and the one rewrite it took."""
+    found, made = errors(model, *inputs, **options)
+    return max(found.values()), made
+
+
+def errors(model: nn.Module, *inputs: Any, **options: Any) -> tuple[dict[str, float], Rewrite]:
+    """Relative Frobenius errors of every result ("0", "1", ...) and of every gradient against the dense model's, and the rewrite."""
     wanted = model(*inputs)
     wanted_gradients = gradients(model, wanted)
-    got, _ = run(model, *inputs, **options)
+    got, found = run(model, *inputs, **options)
+    assert len(found) == 1, f"expected one graph, got {len(found)}"
     got_gradients = gradients(model, got)
     assert wanted_gradients.keys() == got_gradients.keys()
     pairs = {str(n): pair for n, pair in enumerate(zip(leaves(wanted), leaves(got), strict=True))}
     pairs |= {name: (wanted_gradients[name], got_gradients[name]) for name in wanted_gradients}
     assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs.values())
     assert all(bool((a.isnan() == b.isnan()).all()) for a, b in pairs.values())
-    return {name: _error(a.detach().nan_to_num().double(), b.detach().nan_to_num().double()) for name, (a, b) in pairs.items()}
+    return {name: _error(*(x.detach().nan_to_num().double() for x in pair)) for name, pair in pairs.items()}, found[0]
 
 
 def _error(wanted: Tensor, got: Tensor) -> float:

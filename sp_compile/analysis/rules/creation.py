@@ -39,7 +39,14 @@ def zeros(call: Call) -> Layout:
     return _made(call, Constant(0.0))
 
 
-@rule("empty.memory_format", "empty_like.default", "new_empty.default", "empty_strided.default", "new_empty_strided.default", "empty_permuted.default")
+@rule(
+    "empty.memory_format",
+    "empty_like.default",
+    "new_empty.default",
+    "empty_strided.default",
+    "new_empty_strided.default",
+    "empty_permuted.default",
+)
 def empty(call: Call) -> Layout:
     return _made(call, None)
 
@@ -68,7 +75,9 @@ def arange(call: Call) -> Layout:
         why = Reason("arange(B) numbers the rows, so its values differ between rows")
         fact = Affine(((0, 1),), start, batch=True) if known else None
         raise NotPackable(why.text, dense=Layout(((Axis.BATCH,),), ROWS, entry=True, why=why, fact=fact))
-    raise NotPackable("a range over a mixture of rows and columns", dense=Layout(((Span(size),),), COLUMN, entry=True) if not _rows(call) else None)
+    raise NotPackable(
+        "a range over a mixture of rows and columns", dense=Layout(((Span(size),),), COLUMN, entry=True) if not _rows(call) else None
+    )
 
 
 def _rows(call: Call) -> bool:

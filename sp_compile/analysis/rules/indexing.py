@@ -63,11 +63,15 @@ def index(call: Call) -> Layout:
     if not any(base.token_dim(d) for d in used):
         return call.result(dims)
     layouts = [call.layout_of(indices[d]) for d in used]
-    wanted = {d: Affine(((_only_axis(layout), 1),), 0, batch=base.dims[d] == (Axis.BATCH,)) for d, layout in zip(used, layouts, strict=True)}
+    wanted = {
+        d: Affine(((_only_axis(layout), 1),), 0, batch=base.dims[d] == (Axis.BATCH,)) for d, layout in zip(used, layouts, strict=True)
+    }
     alone = all(len(base.dims[d]) == 1 and isinstance(base.dims[d][0], Axis | Span) for d in used)
     counted = alone and all(layout.fact == wanted[d] for d, layout in zip(used, layouts, strict=True))
     if counted:
-        raise NotPackable("rows and columns are indexed by number", dense=Layout(dims, base.reach, entry=base.entry, fact=_counted_fact(base, dims)))
+        raise NotPackable(
+            "rows and columns are indexed by number", dense=Layout(dims, base.reach, entry=base.entry, fact=_counted_fact(base, dims))
+        )
     raise NotPackable("tokens are looked up by an index")
 
 
@@ -93,7 +97,14 @@ def _placed(base: Layout, used: list[int], shape: tuple[Dim, ...]) -> tuple[Dim,
     return (*shape, *rest_before, *rest_after)
 
 
-@rule("index_put.default", "_unsafe_index_put.default", "index_add.default", "index_copy.default", "index_fill.int_Scalar", "masked_scatter.default")
+@rule(
+    "index_put.default",
+    "_unsafe_index_put.default",
+    "index_add.default",
+    "index_copy.default",
+    "index_fill.int_Scalar",
+    "masked_scatter.default",
+)
 def index_write(call: Call) -> Layout:
     base = call.layout_of(call.args[0])
     if any(call.layout_of(t).has_tokens or call.layout_of(t).reach.kind > Kind.UNIFORM for t in call.tensors):

@@ -101,7 +101,11 @@ def _binary(call: Call, name: str, left: Fact | None, right: Fact | None, rank: 
         return None
     if isinstance(left, Nonzero) and isinstance(right, Constant) and right.value == 0:
         return left if name == "ne" else _zero(call, rank) if name == "eq" else None
-    if isinstance(left, Affine | Constant) and isinstance(right, Affine | Constant) and (isinstance(left, Affine) or isinstance(right, Affine)):
+    if (
+        isinstance(left, Affine | Constant)
+        and isinstance(right, Affine | Constant)
+        and (isinstance(left, Affine) or isinstance(right, Affine))
+    ):
         return _affine(name, left, right)
     if name == "add":
         return added(left, right)
@@ -210,7 +214,11 @@ def triangle(call: Call) -> Layout:
     fact: Fact | None = None
     if isinstance(offset, int):
         # tril keeps key - query <= offset; triu keeps key - query >= offset
-        kept = at_least(Affine(((rank - 2, 1), (rank - 1, -1)), offset)) if lower else at_least(Affine(((rank - 2, -1), (rank - 1, 1)), -offset))
+        kept = (
+            at_least(Affine(((rank - 2, 1), (rank - 1, -1)), offset))
+            if lower
+            else at_least(Affine(((rank - 2, -1), (rank - 1, 1)), -offset))
+        )
         fact = lift((kept, base.fact), lambda keep, value: value if keep else 0.0)
         if fact is None and not call.out.is_floating_point():
             fact = multiplied(kept, base.fact)

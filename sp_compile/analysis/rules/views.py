@@ -90,7 +90,9 @@ def squeeze(call: Call) -> Layout:
         gone = {d for d in range(rank) if base.dims[d] == ()}
         # a token dimension of packed size 1 would vanish, too
         if any(base.token_dim(d) for d in range(rank)):
-            raise NotPackable("squeeze() without a dimension would drop the batch axis of the packed form", advice="Name the dimension to squeeze.")
+            raise NotPackable(
+                "squeeze() without a dimension would drop the batch axis of the packed form", advice="Name the dimension to squeeze."
+            )
     else:
         wanted = asked if isinstance(asked, list | tuple) else [asked]
         gone = {int(d) % rank for d in wanted if base.dims[int(d) % rank] == ()}
