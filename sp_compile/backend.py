@@ -75,7 +75,9 @@ def compile_region(module: torch.fx.GraphModule, values: Sequence[Any], options:
     return Shared(graph, context, records, inputs, numbers)
 
 
-def shared_prefix(module: torch.fx.GraphModule, values: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any) -> Callable[..., Any]:
+def shared_prefix(
+    module: torch.fx.GraphModule, values: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
+) -> Callable[..., Any]:
     """The backend's entry point, called by Dynamo for every captured graph.
 
     Args:

@@ -60,7 +60,9 @@ def find_padding(graph: torch.fx.GraphModule, context: Context) -> Padding | Non
     return Padding(mask, tuple(losses))
 
 
-_SHAPE_ONLY = frozenset({"view", "reshape", "unsqueeze", "squeeze", "contiguous", "transpose", "permute", "flatten", "clone", "to", "float", "detach"})
+_SHAPE_ONLY = frozenset(
+    {"view", "reshape", "unsqueeze", "squeeze", "contiguous", "transpose", "permute", "flatten", "clone", "to", "float", "detach"}
+)
 
 
 def _only_returned(node: torch.fx.Node) -> bool:
@@ -131,7 +133,7 @@ def _key(inputs: GraphInputs, number: int, value: torch.Tensor) -> list[torch.Te
     """A token input as [B, L] or [B] keys: further dimensions become further keys."""
     layout = inputs.layouts[number]
     assert layout is not None, "a key is a tensor"
-    axes = dict((axis.value, dim) for dim, axis in layout.axes)
+    axes = {axis.value: dim for dim, axis in layout.axes}
     value = value.detach().cpu()
     moved = value.permute([*(axes[a] for a in ("B", "L") if a in axes), *(d for d in range(value.dim()) if d not in axes.values())])
     if moved.dim() == len(axes):
@@ -144,7 +146,7 @@ def _keep(padding: Padding | None, values: Sequence[Any]) -> torch.Tensor | None
     if padding is None:
         return None
     mask = values[padding.mask].detach()
-    keep = mask.cpu() != 0
+    keep: torch.Tensor = mask.cpu() != 0
     if bool(keep.all()):
         return None
     for loss in padding.losses:

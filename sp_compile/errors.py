@@ -63,7 +63,9 @@ class CannotShare(SharedPrefixError, ValueError):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        where = ", ".join(part for part in (f"op {self.op}" if self.op else "", f"node {self.node}" if self.node else "", self.source) if part)
+        where = ", ".join(
+            part for part in (f"op {self.op}" if self.op else "", f"node {self.node}" if self.node else "", self.source) if part
+        )
         text = f"cannot share prefixes: {self.reason}"
         if where:
             text += f" [{where}]"

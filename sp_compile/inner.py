@@ -80,7 +80,7 @@ def compile_bucket(module: torch.fx.GraphModule, inputs: Sequence[Any], sizes: M
         with tracing(TracingContext(mode)):
             call = _backend(inner)(module, fakes)
     names = {name: size.node.expr if isinstance(size, torch.SymInt) else sympy.Symbol(name, integer=True) for name, size in made.items()}
-    originals = {name: symbol for name, symbol in ((n, _original(env, n)) for n in made)}
+    originals = {name: _original(env, name) for name in made}
     guards = [guard.expr for guard in env.guards]
     guards += [sympy.Eq(originals[name], names[name]) for name in made if originals[name] != names[name]]
     return Bucket(call, originals, guards, time.perf_counter() - started)
@@ -107,7 +107,7 @@ def _backend(inner: str) -> Callable[..., Any]:
     if inner == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 
-        return aot_eager  # type: ignore[no-any-return]
+        return aot_eager
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx

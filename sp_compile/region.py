@@ -13,9 +13,9 @@ import torch
 import torch.fx
 
 from sp_compile.analysis.inputs import GraphInputs, constants_hold, static_refusal
-from sp_compile.capture.graphs import example_of, is_symbolic, placeholders
 from sp_compile.backend import Shared, compile_region
 from sp_compile.batch import Padding, find_padding, make_forest
+from sp_compile.capture.graphs import example_of, is_symbolic, placeholders, size_name
 from sp_compile.capture.numbers import unchanged
 from sp_compile.debug import account, regions
 from sp_compile.errors import CannotShare, NothingToShare, SharedPrefixError
@@ -51,7 +51,7 @@ def without_sites(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     for old, new in zip(placeholders(module.graph), placeholders(graph), strict=True):
         new.meta = dict(old.meta)
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
     for node in list(graph.nodes):
         if node.op == "call_function" and "_site" in str(node.target) and str(node.target).startswith("sp_compile"):
             node.replace_all_uses_with(node.args[0])
@@ -91,7 +91,9 @@ class Variant:
             return True
         sizes = self.shared.inputs.sizes
         rows, columns = values[sizes.batch[0]].shape
-        tied = all(values[n].shape[d] == rows for n, d in sizes.batch_ties) and all(values[n].shape[d] == columns for n, d in sizes.columns_ties)
+        tied = all(values[n].shape[d] == rows for n, d in sizes.batch_ties) and all(
+            values[n].shape[d] == columns for n, d in sizes.columns_ties
+        )
         return tied and unchanged(self.shared.numbers, values) and constants_hold(self.shared.inputs, values)
 
 
@@ -117,7 +119,17 @@ class Region:
                 shared = compile_region(self.module, values, self.options)
             except CannotShare as refused:
                 return self.refuse(refused)
-            except (SharedPrefixError, AssertionError, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
+            except (
+                SharedPrefixError,
+                AssertionError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+                KeyError,
+                IndexError,
+                AttributeError,
+                NotImplementedError,
+            ) as error:
                 # a defect of the package must not break the user's run, and must not pass unseen
                 why = CannotShare(f"internal error, {type(error).__name__}: {error}", advice="Please report it with the model.")
                 why.__cause__ = error
@@ -145,7 +157,9 @@ class Region:
             return self._run_dense(values, refused=str(variant.refusal))
         forest = self._forest(variant, values)
         if forest.sharing < self.options.min_sharing or forest.num_tokens < 2:
-            return self._run_dense(values, forest=forest, note=f"sharing {forest.sharing:.3f} is below min_sharing {self.options.min_sharing}")
+            return self._run_dense(
+                values, forest=forest, note=f"sharing {forest.sharing:.3f} is below min_sharing {self.options.min_sharing}"
+            )
         bucket = self._bucket(variant, values, forest)
         assert variant.shared is not None, "a variant without refusal is shared"
         account.record(self, values, forest=forest, variant=variant)
@@ -163,7 +177,9 @@ class Region:
         for node in placeholders(variant.shared.graph.graph):
             given = input_of(node)
             if given.source is Source.SIZE:
-                sizes[self._size_name(variant.shared.inputs, variant.shared.inputs.fakes[int(given.key)])] = int(values[int(given.key)])
+                sizes[str(self._size_name(variant.shared.inputs, variant.shared.inputs.fakes[int(given.key)]))] = int(
+                    values[int(given.key)]
+                )
             elif given.source is Source.FOREST:
                 tensor = forest.tensor(str(given.key), "cpu")
                 for name, real in zip(symbolic_shape(str(given.key))[0], tensor.shape, strict=True):
@@ -178,7 +194,9 @@ class Region:
                 return bucket
         with self.lock:
             if len(variant.buckets) >= MAX_BUCKETS:
-                raise RuntimeError(f"the inner compiler specialised this graph to {MAX_BUCKETS} ranges of sizes already; sizes now are {sizes}")
+                raise RuntimeError(
+                    f"the inner compiler specialised this graph to {MAX_BUCKETS} ranges of sizes already; sizes now are {sizes}"
+                )
             assert variant.shared is not None, "a variant without refusal is shared"
             inputs = [self._spec(variant, node, values, forest) for node in placeholders(variant.shared.graph.graph)]
             variant.buckets.append(compile_bucket(variant.shared.graph, inputs, sizes, self.options.inner))
@@ -219,7 +237,9 @@ class Region:
             given = input_of(node)
             if given.source is Source.ARGUMENT:
                 value = values[int(given.key)]
-                symbolic = isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in variant.shared.inputs.fakes[int(given.key)].shape)
+                symbolic = isinstance(value, torch.Tensor) and any(
+                    isinstance(s, torch.SymInt) for s in variant.shared.inputs.fakes[int(given.key)].shape
+                )
                 fed.append(value.contiguous() if symbolic else value)
             elif given.source is Source.FOREST:
                 fed.append(self._forest_tensor(forest, str(given.key), variant, values))
@@ -243,12 +263,14 @@ class Region:
                 return bucket
         with self.lock:
             if len(self.dense_buckets) >= MAX_BUCKETS:
-                raise RuntimeError(f"the inner compiler specialised the dense graph to {MAX_BUCKETS} ranges of sizes already; sizes now are {sizes}")
+                raise RuntimeError(
+                    f"the inner compiler specialised the dense graph to {MAX_BUCKETS} ranges of sizes already; sizes now are {sizes}"
+                )
             inputs: list[Any] = []
             for node, value in zip(placeholders(self.dense.graph), values, strict=True):
                 example = example_of(node)
                 if isinstance(example, torch.Tensor) and any(map(is_symbolic, example.shape)):
-                    shape = tuple(str(s.node.expr) if is_symbolic(s) else int(s) for s in example.shape)
+                    shape = tuple(size_name(s) for s in example.shape)
                     inputs.append(TensorSpec(shape, value.dtype, value.device, value.requires_grad))
                 elif isinstance(example, torch.SymInt) and is_symbolic(example):
                     inputs.append(str(example.node.expr))
@@ -266,7 +288,7 @@ class Region:
             elif isinstance(example, torch.Tensor):
                 for size, real in zip(example.shape, value.shape, strict=True):
                     if is_symbolic(size):
-                        sizes[str(size.node.expr)] = int(real)  # type: ignore[union-attr]
+                        sizes[str(size_name(size))] = int(real)
         return sizes
 
     def _dense_feed(self, values: Sequence[Any]) -> list[Any]:

@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 import torch
 
+from sp_compile.ops.blocking import BLOCKED, is_blocking
+
 
 @dataclasses.dataclass(frozen=True)
 class Atom:
@@ -29,7 +31,7 @@ class Atom:
 
 @dataclasses.dataclass(frozen=True)
 class Valid:
-    """The element of graph node `node` (one per token) is nonzero, read at the key column along `dim`; `dim` is None before broadcasting."""
+    """The element of graph node `node` (one per token) is nonzero, read at the key column along `dim`; None before broadcasting."""
 
     node: str
     dim: int | None
@@ -104,17 +106,6 @@ class MaskSpec:
 
 
 Fact: TypeAlias = "Affine | Constant | TwoValued | Nonzero | Triangle | MaskSpec"
-
-BLOCKED = -1e4
-"""A finite additive mask at or below this is taken as minus infinity only if it underflows the softmax in every dtype."""
-
-
-def is_blocking(value: float) -> bool:
-    """Whether an additive mask value makes a weight exactly zero beside any visible key.
-
-    exp(x) is zero in float32 below -104; attention scores of trained models stay far from the 1e4 range used by finite masks.
-    """
-    return value <= BLOCKED
 
 
 def map_constant(fact: Fact | None, function: Callable[[float], float]) -> Fact | None:

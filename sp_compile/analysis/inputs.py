@@ -74,7 +74,12 @@ def find_token_input(graph: torch.fx.Graph) -> int:
     found: list[int] = []
     for number, node in enumerate(nodes):
         value = example_of(node)
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.dtype.is_floating_point and all(map(is_symbolic, value.shape)):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dim() == 2
+            and not value.dtype.is_floating_point
+            and all(map(is_symbolic, value.shape))
+        ):
             found.append(number)
     if not found:
         raise no_token_input()
@@ -120,7 +125,9 @@ def read_inputs(graph: torch.fx.Graph, values: Sequence[Any]) -> GraphInputs:
     shape = example_of(nodes[ids]).shape
     rows, columns = (int(s) for s in values[ids].shape)
     if rows == columns and _expr(shape[0]) == _expr(shape[1]):
-        raise CannotShare(f"rows and columns have one size ({rows}) and one symbol, so they cannot be told apart", advice="Pass dynamic=True.")
+        raise CannotShare(
+            f"rows and columns have one size ({rows}) and one symbol, so they cannot be told apart", advice="Pass dynamic=True."
+        )
     env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # its keys cost more than what it saves in a graph whose sizes are all symbols

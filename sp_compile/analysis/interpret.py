@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from sp_compile import capture
 from sp_compile.analysis import sites
 from sp_compile.analysis.inputs import GraphInputs
-from sp_compile.capture.graphs import placeholders
 from sp_compile.analysis.layouts import Kind, Layout, Reach, Reason, Symbols
 from sp_compile.analysis.memory import Storage, displaces, fills, returns_written, storage_of, written
 from sp_compile.analysis.rules import Call, NotPackable, judge
 from sp_compile.analysis.sizes import Use, uses
+from sp_compile.capture.graphs import placeholders
 from sp_compile.errors import CannotShare
 
 
@@ -81,7 +81,7 @@ class LayoutMode(TorchDispatchMode):
     """Attaches a layout to every tensor an ATen op makes."""
 
     def __init__(self, symbols: Symbols) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.symbols = symbols
         self.known: dict[int, tuple[Layout, int, int]] = {}
         self.alive: list[torch.Tensor] = []
@@ -201,7 +201,9 @@ class LayoutMode(TorchDispatchMode):
         else:
             for target in targets:
                 known = self.layout_of(target)
-                self._write(call, target, self._unknown(call, target, "an op without a rule writes in place", known.entry) if touches else known)
+                self._write(
+                    call, target, self._unknown(call, target, "an op without a rule writes in place", known.entry) if touches else known
+                )
         for out, layout in zip(outputs, results, strict=False):
             if targets and any(storage_of(out) == storage_of(target) for target in targets):
                 layout = self.layout_of(next(target for target in targets if storage_of(out) == storage_of(target)))
@@ -217,9 +219,13 @@ class LayoutMode(TorchDispatchMode):
         elif not result.is_rows and result.dims != base.dims:
             result = self._unknown(call, target, "tokens are written into a value that has none there", result.entry and base.entry)
         elif state.displaced and result.reach.kind == Kind.TOKENS:
-            result = self._unknown(call, target, "tokens are written into a value whose columns are also seen shifted", result.entry and base.entry)
+            result = self._unknown(
+                call, target, "tokens are written into a value whose columns are also seen shifted", result.entry and base.entry
+            )
         state.write(result)
-        merged = result if fills(target) else result.with_(reach=base.reach.join(result.reach), entry=base.entry and result.entry, fact=None)
+        merged = (
+            result if fills(target) else result.with_(reach=base.reach.join(result.reach), entry=base.entry and result.entry, fact=None)
+        )
         self.give(target, merged.with_(dims=base.dims))
         self.info.writes.add(storage_of(target))
 
@@ -265,7 +271,9 @@ class _Runner(torch.fx.Interpreter):
         """An op that fixes B or L to one number is not proved for any other."""
         fixed = [s for s in (self.mode.symbols.batch, self.mode.symbols.columns) if s in self.fake_mode.shape_env.replacements]
         if fixed:
-            why = self.mode.reason("an op fixes the number of rows or columns to one value", target, "Write it for any number of rows and columns.")
+            why = self.mode.reason(
+                "an op fixes the number of rows or columns to one value", target, "Write it for any number of rows and columns."
+            )
             raise refusal(why)
 
     def _check_numbers(self, node: torch.fx.Node, info: NodeInfo) -> None:

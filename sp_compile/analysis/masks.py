@@ -6,8 +6,9 @@ import dataclasses
 import operator
 from collections.abc import Callable
 
-from sp_compile.analysis.facts import Atom, MaskSpec, Nonzero, TwoValued, Valid, facing, is_blocking
+from sp_compile.analysis.facts import Atom, MaskSpec, Nonzero, TwoValued, Valid, facing
 from sp_compile.analysis.layouts import Axis, Kind, Layout
+from sp_compile.ops.blocking import is_blocking
 
 
 @dataclasses.dataclass(frozen=True)

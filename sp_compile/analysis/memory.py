@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from sp_compile.analysis.layouts import Kind, Layout, Reach, Reason, size_expr
+from sp_compile.analysis.layouts import UNIFORM, Layout, Reach, Reason, size_expr
 from sp_compile.analysis.rules import Call
 
 
@@ -21,7 +21,7 @@ class Storage:
     """
 
     version: int = 0
-    reach: Reach = Reach(Kind.UNIFORM)
+    reach: Reach = UNIFORM
     entry: bool = True
     why: Reason | None = None
     displaced: bool = False
@@ -37,7 +37,7 @@ class Storage:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def written(call: Call) -> list[torch.Tensor]:
@@ -53,7 +53,9 @@ def written(call: Call) -> list[torch.Tensor]:
 def returns_written(call: Call, targets: list[torch.Tensor]) -> bool:
     """Whether the op's results are the written tensors, one by one."""
     outputs = call.outputs
-    return len(outputs) == len(targets) and all(storage_of(o) == storage_of(t) and o.shape == t.shape for o, t in zip(outputs, targets, strict=True))
+    return len(outputs) == len(targets) and all(
+        storage_of(o) == storage_of(t) and o.shape == t.shape for o, t in zip(outputs, targets, strict=True)
+    )
 
 
 def displaces(call: Call) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from sp_compile.analysis.facts import Affine, Constant, MaskSpec
-from sp_compile.analysis.masks import AttentionMask, NotCausal, read_mask
 from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout, Reach, Reason
+from sp_compile.analysis.masks import AttentionMask, NotCausal, read_mask
 from sp_compile.ops import sites as ops  # noqa: F401  (registers the ops)
 
 NameOf = Callable[[Any], "str | None"]
@@ -68,7 +68,9 @@ def torch_attention(site: Site) -> Layout:
 
 def _attention(site: Site, heads_first: bool) -> Layout:
     q, k, v = (site.layout(name) for name in ("q", "k", "v"))
-    assert q is not None and k is not None and v is not None, "attention takes q, k and v"
+    assert q is not None, "attention takes a query"
+    assert k is not None, "attention takes a key"
+    assert v is not None, "attention takes a value"
     for name, layout in (("query", q), ("key", k), ("value", v)):
         if layout.is_rows:
             return _refuse(site, f"the {name} of an attention layer is not shared", layout.why)
@@ -87,7 +89,9 @@ def _attention(site: Site, heads_first: bool) -> Layout:
     if bias is not None and (bias.is_rows or not bias.reach.shared):
         return _refuse(site, "the bias of an attention layer is not shared", bias.why)
     try:
-        mask = read_mask(names.get("mask"), site.layout("mask"), bool(given["is_causal"]), mask_value is not None and mask_value.dtype == torch.bool)
+        mask = read_mask(
+            names.get("mask"), site.layout("mask"), bool(given["is_causal"]), mask_value is not None and mask_value.dtype == torch.bool
+        )
     except NotCausal as refused:
         return _refuse(site, str(refused), advice="Only causal attention can be shared.")
     scale = given.get("scale")
@@ -102,7 +106,12 @@ def _attention(site: Site, heads_first: bool) -> Layout:
 
 
 def _attention_dims(layout: Layout) -> bool:
-    return len(layout.dims) == 4 and layout.dims[0] == (Axis.BATCH,) and layout.dims[2] == (Axis.COLUMNS,) and not (layout.token_dim(1) or layout.token_dim(3))
+    return (
+        len(layout.dims) == 4
+        and layout.dims[0] == (Axis.BATCH,)
+        and layout.dims[2] == (Axis.COLUMNS,)
+        and not (layout.token_dim(1) or layout.token_dim(3))
+    )
 
 
 def mask(site: Site) -> Layout:
@@ -128,7 +137,8 @@ def mask(site: Site) -> Layout:
 def segments(site: Site) -> Layout:
     """Document numbers found from jumps in the positions; counted positions have no jump."""
     dense, positions = site.layout("dense"), site.layout("position_ids")
-    assert dense is not None and positions is not None, "segments_site takes two tensors"
+    assert dense is not None, "segments_site takes a tensor"
+    assert positions is not None, "segments_site takes positions"
     fact = positions.fact
     counted = isinstance(fact, Affine) and not fact.batch and [c for _, c in fact.coefficients] == [1]
     return dense.with_(fact=Constant(0.0) if counted else None)

@@ -17,7 +17,9 @@ class Use(enum.Flag):
     PLACE = enum.auto()
 
 
-_PLACES = frozenset({"index", "shifts", "offset", "storage_offset", "diagonal", "pad", "k", "num_classes", "split_size", "split_sizes", "step", "stride"})
+_PLACES = frozenset(
+    {"index", "shifts", "offset", "storage_offset", "diagonal", "pad", "k", "num_classes", "split_size", "split_sizes", "step", "stride"}
+)
 """Integer arguments that say where or how much inside of a dimension; on physical tokens the same places are at other numbers."""
 
 

@@ -21,6 +21,11 @@ def is_symbolic(size: object) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_Integer
 
 
+def size_name(size: int | torch.SymInt) -> int | str:
+    """A static size as a number, a symbolic one as the text of its expression."""
+    return str(size.node.expr) if isinstance(size, torch.SymInt) and is_symbolic(size) else int(size)
+
+
 def static_token_inputs(graph: torch.fx.Graph) -> list[int]:
     """Inputs that may hold tokens: tensors of two or more dimensions that are neither parameters nor buffers."""
     found = []

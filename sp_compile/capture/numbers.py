@@ -20,9 +20,9 @@ def freeze_numbers(module: torch.fx.GraphModule, values: Sequence[Any]) -> tuple
     found: dict[int, float] = {}
     for number, node in enumerate(placeholders(module.graph)):
         example = example_of(node)
-        if isinstance(example, torch.Tensor) and example.dim() == 0 and example.dtype == torch.float64 and node.users:
-            if all(user.op == "call_method" and user.target == "item" for user in node.users):
-                found[number] = float(values[number])
+        scalar = isinstance(example, torch.Tensor) and example.dim() == 0 and example.dtype == torch.float64
+        if scalar and node.users and all(user.op == "call_method" and user.target == "item" for user in node.users):
+            found[number] = float(values[number])
     if not found:
         return module, {}
     graph = torch.fx.Graph()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx
@@ -18,7 +18,6 @@ import torch.fx.experimental._config as fx_config
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from sp_compile.capture.graphs import example_of, is_symbolic, placeholders, static_token_inputs
-
 from sp_compile.errors import UnsupportedVersion
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices", "_has_dynamo_dim_marking")
@@ -40,7 +39,7 @@ def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = 
     alike = any(_rows_and_columns_alike(example_of(node)) for node in placeholders(graph))
     if was_restart or (symbolic and not again and not alike):
         return
-    handler = torch._dynamo.callback.callback_handler
+    handler: Any = torch._dynamo.callback.callback_handler
     if finish_restart not in handler.end_callbacks:
         # a retrace that never reaches the backend must not leave marks or settings behind
         handler.register_end_callback(finish_restart)
@@ -69,7 +68,7 @@ def _rows_and_columns_alike(value: Any) -> bool:
     """A square batch whose two sizes got one symbol."""
     if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.is_floating_point() or not all(map(is_symbolic, value.shape)):
         return False
-    first, second = (size.node.expr for size in value.shape)  # type: ignore[union-attr]
+    first, second = (cast(torch.SymInt, size).node.expr for size in value.shape)
     return bool(first == second)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.analysis.facts import is_blocking
 from sp_compile.capture.torch_products import NotAttention, Operand, first_product, second_product
 from sp_compile.capture.torch_spelling import Spelled, Writes, constant, example, shape, spelled, tensor
+from sp_compile.ops.blocking import is_blocking
 
 
 @dataclasses.dataclass

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch.fx
 
-from sp_compile.lowering import attention, rows  # noqa: F401  (the tables)
-from sp_compile.lowering import registry
+from sp_compile.lowering import attention, registry, rows  # noqa: F401  (the tables)
 from sp_compile.passes.metadata import propagate
 from sp_compile.passes.stage import Context, PassResult, Stage, forest_input, mark_lowered
 

@@ -11,11 +11,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 ROUNDING_NOISE = 1e-12
-"""A norm below this is what float64 leaves of a value that is zero in exact arithmetic, such as a gradient through a softmax of one score."""
+"""A norm below this is what float64 leaves of a value that is zero in exact arithmetic, as is the gradient of a softmax of one score."""
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Frobenius norm of `got - want` over that of `want`, formed in float64; the plain norm of the difference where `want` is zero or rounding noise."""
+    """Frobenius norm of `got - want` over that of `want`, formed in float64; the plain norm of the difference where `want` is noise."""
     got, want = got.detach().double(), want.detach().double()
     if want.numel() == 0:
         return 0.0

@@ -81,7 +81,9 @@ def _plain_merges(layout: Layout) -> bool:
 
 def pattern_of(dims: Dims) -> str:
     """The einops-like pattern of a layout (see `ops/tokens.py`)."""
-    named = ["*".join(f.value if isinstance(f, Axis) else str(f) for f in dim) if any(isinstance(f, Axis) for f in dim) else "_" for dim in dims]
+    named = [
+        "*".join(f.value if isinstance(f, Axis) else str(f) for f in dim) if any(isinstance(f, Axis) for f in dim) else "_" for dim in dims
+    ]
     return " ".join(named)
 
 

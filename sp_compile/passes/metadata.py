@@ -33,14 +33,18 @@ class Shapes:
         self.mode.cache_enabled = False  # over symbols, checking a cached result costs more than computing it
         self.symbols: dict[str, torch.SymInt] = {}
         # what the first call fits, such as a table of positions that is cut to L, has to fit here
-        sizes = [s for fake in inputs.fakes for s in (fake.shape if isinstance(fake, torch.Tensor) else [fake]) if isinstance(s, torch.SymInt)]
+        sizes = [
+            s for fake in inputs.fakes for s in (fake.shape if isinstance(fake, torch.Tensor) else [fake]) if isinstance(s, torch.SymInt)
+        ]
         self.hints: dict[str, int] = {self.name(s.node.expr): int(s.node.hint) for s in sizes}
 
     def symbol(self, name: str) -> torch.SymInt:
         if name not in self.symbols:
             source = ConstantSource(f"sp_{name}")
             hint = self.hints.get(name, _TOKENS_HINT if name == "T" else 13)
-            made = self.env.create_symintnode(self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC), hint=hint, source=source)
+            made = self.env.create_symintnode(
+                self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC), hint=hint, source=source
+            )
             assert isinstance(made, torch.SymInt), "a dynamic symbol is never specialised"
             self.symbols[name] = made
         return self.symbols[name]
@@ -133,7 +137,9 @@ def _check(graph: torch.fx.Graph, context: Context, shapes: Shapes) -> None:
         small = {symbols.batch: 1, symbols.columns: t} if origin.packed else {symbols.batch: b, symbols.columns: length}
         wanted = [_expr(size).subs(small, simultaneous=True) for size in dense.shape]
         got = [_expr(size) for size in node.meta["val"].shape]
-        if len(wanted) != len(got) or any(sympy.simplify(a - c) != 0 for a, c in zip(wanted, got, strict=True) if not (a - c).free_symbols - {t, b, length}):
+        if len(wanted) != len(got) or any(
+            sympy.simplify(a - c) != 0 for a, c in zip(wanted, got, strict=True) if not (a - c).free_symbols - {t, b, length}
+        ):
             raise StageError(f"node {node.name} should be {wanted}, but is {got} (from dense node {origin.dense})")
 
 

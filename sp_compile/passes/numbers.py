@@ -42,6 +42,7 @@ def write_number(value: Any, sizes: Mapping[sympy.Symbol, int | torch.fx.Node]) 
     if not isinstance(value, _SYMBOLIC):
         return value
     expr = value.node.expr
-    env = {symbol: torch.fx.Proxy(sizes[symbol]) if isinstance(sizes[symbol], torch.fx.Node) else sizes[symbol] for symbol in expr.free_symbols}
+    given = {symbol: sizes[symbol] for symbol in expr.free_symbols}
+    env = {symbol: torch.fx.Proxy(size) if isinstance(size, torch.fx.Node) else size for symbol, size in given.items()}
     result = sympy_interp(OptimizedPythonReferenceAnalysis, env, expr)
     return result.node if isinstance(result, torch.fx.Proxy) else result

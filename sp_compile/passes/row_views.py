@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from sp_compile.analysis.interpret import LayoutMode, preserved_global_state
 from sp_compile.analysis.layouts import TOKENS, Axis, Dim, Kind, Layout, Span, Symbols, size_expr
 from sp_compile.analysis.rules import Call
+from sp_compile.capture.checkpoint import copy_tags
 from sp_compile.passes.stage import Source, input_of
 
 Leads = tuple[tuple[int, int], ...]
@@ -144,7 +145,7 @@ class Builder:
         self.grad = True
 
     def node(self, op: str, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        key = f"{self.epoch} {op} {target} {args} {kwargs}"
+        key = f"{self.epoch} {_checkpoint(self.place)} {op} {target} {args} {kwargs}"
         if key in self.known:
             return self.known[key]
         with self.sizes.faked():
@@ -154,6 +155,7 @@ class Builder:
         made.meta["val"] = value
         if "stack_trace" in self.place.meta:
             made.meta["stack_trace"] = self.place.meta["stack_trace"]
+        copy_tags(self.place, made)
         self.made[made] = self.epoch
         self.known[key] = made
         return made
@@ -169,7 +171,7 @@ class Builder:
         known: dict[str, torch.fx.Node] = {}
         ordered = [(node, self.made[node]) for node in self.graph.nodes if node in self.made]
         for node, epoch in ordered:
-            first = known.setdefault(f"{epoch} {node.op} {node.target} {node.args} {node.kwargs}", node)
+            first = known.setdefault(f"{epoch} {_checkpoint(node)} {node.op} {node.target} {node.args} {node.kwargs}", node)
             if first is not node:
                 node.replace_all_uses_with(first)
         for node, _ in reversed(ordered):
@@ -215,6 +217,11 @@ class Builder:
     def _order(view: RowView) -> list[int]:
         leads = [dim for dim, _ in view.leads[0]]
         return [*leads, *(dim for dim in range(view.values.meta["val"].dim()) if dim not in leads)]
+
+
+def _checkpoint(node: torch.fx.Node) -> Any:
+    """The activation checkpoint in which a node is recomputed."""
+    return node.meta.get("ac_graph_id")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ import torch.fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from sp_compile.errors import InvalidOption, StageError
-from sp_compile.passes import markers
 from sp_compile.ops import attention as _attention  # noqa: F401  (registers sp_compile::attention)
 from sp_compile.ops import cross_entropy as _cross_entropy  # noqa: F401
 from sp_compile.ops import rows as _rows  # noqa: F401
+from sp_compile.passes import markers
 from sp_compile.passes.stage import Context, Pass, Stage, is_lowered
 
 NEEDED = frozenset({"share_prefixes", "add_forest_masks", "select_kernels"})
@@ -38,7 +38,11 @@ Watcher = Callable[[int, str, "torch.fx.Graph", "torch.fx.Graph"], None]
 
 
 def run_passes(
-    module: torch.fx.GraphModule, context: Context, passes: Sequence[Pass], disabled: frozenset[str] = frozenset(), watch: Watcher | None = None
+    module: torch.fx.GraphModule,
+    context: Context,
+    passes: Sequence[Pass],
+    disabled: frozenset[str] = frozenset(),
+    watch: Watcher | None = None,
 ) -> tuple[torch.fx.GraphModule, list[PassRecord]]:
     """Apply `passes` in order to a copy of the module's graph.
 
@@ -100,7 +104,7 @@ def _name(node: torch.fx.Node) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
-SEMANTIC = frozenset({torch.ops.sp_compile.attention.default, torch.ops.sp_compile.unpack.default, torch.ops.sp_compile.cross_entropy_rows.default})
+SEMANTIC = frozenset(getattr(torch.ops.sp_compile, name).default for name in ("attention", "unpack", "take_tokens", "cross_entropy_rows"))
 """Ops that stand for a choice of implementation until `select_kernels` has made it."""
 
 

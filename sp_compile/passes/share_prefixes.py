@@ -29,11 +29,11 @@ import torch
 import torch.fx
 
 from sp_compile.analysis.facts import Nonzero
-from sp_compile.capture.checkpoint import copy_tags
-from sp_compile.capture.graphs import placeholders
 from sp_compile.analysis.interpret import Analysis, NodeInfo, refusal, source_line
 from sp_compile.analysis.layouts import Kind, Reason
 from sp_compile.analysis.sites import MIXERS
+from sp_compile.capture.checkpoint import copy_tags
+from sp_compile.capture.graphs import placeholders
 from sp_compile.errors import CannotShare, NothingToShare
 from sp_compile.ops import tokens
 from sp_compile.passes import markers
@@ -107,7 +107,9 @@ class _Rewrite:
 
     def _is_root(self, node: torch.fx.Node) -> bool:
         info = self.info[node]
-        return node.op == "output" or (node.op in ("call_function", "call_method") and not info.tensors and not info.writes and not is_number(info.value))
+        return node.op == "output" or (
+            node.op in ("call_function", "call_method") and not info.tensors and not info.writes and not is_number(info.value)
+        )
 
     def _want(self, node: torch.fx.Node, world: World) -> bool:
         """Records a need and what follows from it; True if anything was new."""
@@ -164,7 +166,9 @@ class _Rewrite:
         if any(t.reach.kind == Kind.TOKENS and t.reach.shift > 0 for t in info.tensors):
             return Reason("a value looks ahead of its own column", str(node.target), node.name)
         if info.shapes and info.numbers:
-            return Reason("one call uses B or L both as a size and as a number", str(node.target), node.name, advice="Split it into two calls.")
+            return Reason(
+                "one call uses B or L both as a size and as a number", str(node.target), node.name, advice="Split it into two calls."
+            )
         return Reason("a value could not be brought to physical tokens", str(node.target), node.name)
 
     def shares_anything(self) -> bool:
@@ -258,7 +262,15 @@ class _Rewrite:
         if layout is None:
             raise CannotShare("a value of several tensors crosses between rows and tokens", op=str(node.target), node=node.name)
         if world is World.ROWS and not scatterable(layout):
-            raise refusal(Reason("a value of pairs of tokens is needed on rows", str(node.target), node.name, source_line(node), advice="Return none from the model."))
+            raise refusal(
+                Reason(
+                    "a value of pairs of tokens is needed on rows",
+                    str(node.target),
+                    node.name,
+                    source_line(node),
+                    advice="Return none from the model.",
+                )
+            )
         pattern = pattern_of(layout.dims)
         if world is World.PACKED:
             self.keys |= self.depends[node]

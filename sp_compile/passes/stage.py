@@ -133,7 +133,8 @@ def size_input(graph: torch.fx.Graph, source: Source, name: str, key: int = 0) -
 
 
 def _placeholder(graph: torch.fx.Graph, name: str, given: Input) -> torch.fx.Node:
-    last = None
+    last: torch.fx.Node | None = None
+    node: torch.fx.Node
     for node in graph.nodes:
         if node.op != "placeholder":
             break

@@ -124,7 +124,11 @@ class Program:
         real_args, real_kwargs = (torch.fx.map_arg(given, lambda n: self.values[n]) for given in (args, kwargs))
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            value = getattr(real_args[0], target)(*real_args[1:], **real_kwargs) if isinstance(target, str) else target(*real_args, **real_kwargs)
+            value = (
+                getattr(real_args[0], target)(*real_args[1:], **real_kwargs)
+                if isinstance(target, str)
+                else target(*real_args, **real_kwargs)
+            )
         op = "call_method" if isinstance(target, str) else "call_function"
         node = self.graph.create_node(op, target, args, kwargs)
         self.values[node] = value
@@ -219,9 +223,16 @@ def _reach_wrong(layout: Layout, given: list[Tensor], pair: tuple[Batch, Batch],
     if not batch:
         return "depends on tokens of no row"
     order = [*batch, *columns, *(i for i in range(len(factors)) if i not in (*batch, *columns))]
-    moved = [value.permute(order).flatten(1 + len(columns)) if value.dim() > 1 + len(columns) else value.permute(order).unsqueeze(-1) for value in values]
+    moved = [
+        value.permute(order).flatten(1 + len(columns)) if value.dim() > 1 + len(columns) else value.permute(order).unsqueeze(-1)
+        for value in values
+    ]
     length = pair[0].ids.shape[1]
-    places = torch.stack(torch.meshgrid(*(torch.arange(s) for s in moved[0].shape[1:-1]), indexing="ij")).amax(0) if columns else torch.tensor(length)
+    places = (
+        torch.stack(torch.meshgrid(*(torch.arange(s) for s in moved[0].shape[1:-1]), indexing="ij")).amax(0)
+        if columns
+        else torch.tensor(length)
+    )
     for left, right, x, y in ((pair[0], pair[0], moved[0], moved[0]), (pair[0], pair[1], moved[0], moved[1])):
         agree = left.agreement(right)
         reads = (places + layout.reach.shift + 1).clamp(0, length)

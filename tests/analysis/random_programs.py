@@ -157,8 +157,29 @@ def reshape(w: Writer) -> torch.fx.Node:
     p, x = w.program, w.any()
     b, n = p.b, p.l
     bl, twice = p.size(b, n), p.size(n, 2)
-    shapes = [[b, n, -1], [bl, -1], [n, b, -1], [b, -1, n], [-1], [b, -1], [n, -1], [b, n, 2, -1], [b, 2, -1], [b, n], [n, b], [bl], [b, 1, n],
-              [b, n, 1], [b, 2, n, -1], [-1, 2], [b, twice], [b, n, 4], [n, bl], [1, b, n, -1], [b, twice, -1]]  # fmt: skip
+    shapes = [
+        [b, n, -1],
+        [bl, -1],
+        [n, b, -1],
+        [b, -1, n],
+        [-1],
+        [b, -1],
+        [n, -1],
+        [b, n, 2, -1],
+        [b, 2, -1],
+        [b, n],
+        [n, b],
+        [bl],
+        [b, 1, n],
+        [b, n, 1],
+        [b, 2, n, -1],
+        [-1, 2],
+        [b, twice],
+        [b, n, 4],
+        [n, bl],
+        [1, b, n, -1],
+        [b, twice, -1],
+    ]
     return w.call(w.pick(["reshape", "view"]), x, w.pick(shapes))
 
 
@@ -217,7 +238,19 @@ def table(w: Writer) -> torch.fx.Node:
 
 
 def _cuts() -> list[Any]:
-    cuts = [slice(1, None), slice(None, -1), slice(None, 2), slice(0, 1), slice(1, 2), slice(2, 3), slice(None, None, 2), slice(-1, None), 0, -1, 1]
+    cuts = [
+        slice(1, None),
+        slice(None, -1),
+        slice(None, 2),
+        slice(0, 1),
+        slice(1, 2),
+        slice(2, 3),
+        slice(None, None, 2),
+        slice(-1, None),
+        0,
+        -1,
+        1,
+    ]
     return [place for cut in cuts for place in ((_ALL, cut), (Ellipsis, cut), (_ALL, _ALL, cut), cut)]
 
 
@@ -236,8 +269,12 @@ def cat(w: Writer) -> torch.fx.Node:
 def cat_columns(w: Writer) -> torch.fx.Node:
     """Pieces of one value along its columns."""
     x = w.any(lambda t: t.dim() == 2)
-    pieces = [w.call(operator.getitem, x, (_ALL, w.pick([slice(0, 1), slice(1, 2), slice(2, 3), slice(1, None), slice(None, -1), slice(None, -2)])))
-              for _ in range(w.pick([2, 3]))]  # fmt: skip
+    pieces = [
+        w.call(
+            operator.getitem, x, (_ALL, w.pick([slice(0, 1), slice(1, 2), slice(2, 3), slice(1, None), slice(None, -1), slice(None, -2)]))
+        )
+        for _ in range(w.pick([2, 3]))
+    ]
     return w.call(torch.cat, w.pick([pieces, [w.call(torch.zeros_like, pieces[0]), *pieces[1:]]]), 1)
 
 
@@ -250,7 +287,9 @@ def pad(w: Writer) -> torch.fx.Node:
 @family("shifts")
 def move(w: Writer) -> torch.fx.Node:
     x = w.any()
-    return w.pick([lambda: w.call("flip", x, [w.dim(x)]), lambda: w.call(torch.roll, x, 1, w.dim(x)), lambda: w.call(torch.diff, x, dim=w.dim(x))])()
+    return w.pick(
+        [lambda: w.call("flip", x, [w.dim(x)]), lambda: w.call(torch.roll, x, 1, w.dim(x)), lambda: w.call(torch.diff, x, dim=w.dim(x))]
+    )()
 
 
 # -- reductions and scans ----------------------------------------------------------------------------------------------------------
@@ -283,16 +322,29 @@ def count(w: Writer) -> torch.fx.Node:
 @family("reductions")
 def several(w: Writer) -> torch.fx.Node:
     x = w.floating()
-    op = w.pick([lambda: w.call(torch.sort, x, w.dim(x)), lambda: w.call(torch.topk, x, 2, w.dim(x)), lambda: w.call(torch.cummax, x, w.dim(x)),
-                 lambda: w.call(torch.max, x, w.dim(x))])  # fmt: skip
+    op = w.pick(
+        [
+            lambda: w.call(torch.sort, x, w.dim(x)),
+            lambda: w.call(torch.topk, x, 2, w.dim(x)),
+            lambda: w.call(torch.cummax, x, w.dim(x)),
+            lambda: w.call(torch.max, x, w.dim(x)),
+        ]
+    )
     return w.call(operator.getitem, op(), 0)
 
 
 @family("reductions")
 def normalise(w: Writer) -> torch.fx.Node:
     p, x = w.program, w.floating()
-    return w.pick([lambda: w.call(F.layer_norm, x, (4,), p.scale), lambda: w.call(F.rms_norm, x, (4,)), lambda: w.call(F.normalize, x, dim=w.dim(x)),
-                   lambda: w.call(torch.renorm, x, 2, w.dim(x), 1.0), lambda: w.call(F.group_norm, x, 2)])()  # fmt: skip
+    return w.pick(
+        [
+            lambda: w.call(F.layer_norm, x, (4,), p.scale),
+            lambda: w.call(F.rms_norm, x, (4,)),
+            lambda: w.call(F.normalize, x, dim=w.dim(x)),
+            lambda: w.call(torch.renorm, x, 2, w.dim(x), 1.0),
+            lambda: w.call(F.group_norm, x, 2),
+        ]
+    )()
 
 
 @family("reductions")
@@ -316,7 +368,9 @@ def matmul(w: Writer) -> torch.fx.Node:
 
 @family("products")
 def einsum(w: Writer) -> torch.fx.Node:
-    return w.call(torch.einsum, w.pick(["bld,bmd->blm", "bld,de->ble", "bld,bld->bl", "bld,cd->blc", "bld,bmd->bmd"]), w.floating(), w.floating())
+    return w.call(
+        torch.einsum, w.pick(["bld,bmd->blm", "bld,de->ble", "bld,bld->bl", "bld,cd->blc", "bld,bmd->bmd"]), w.floating(), w.floating()
+    )
 
 
 @family("products")
@@ -369,7 +423,9 @@ def lookup(w: Writer) -> torch.fx.Node:
 def counted(w: Writer) -> torch.fx.Node:
     p, x = w.program, w.any()
     columns, rows = w.call(torch.arange, p.l), w.call(torch.arange, p.b)
-    return w.call(operator.getitem, x, w.pick([(_ALL, columns), columns, rows, (w.call("unsqueeze", rows, 1), columns), (_ALL, columns, columns)]))
+    return w.call(
+        operator.getitem, x, w.pick([(_ALL, columns), columns, rows, (w.call("unsqueeze", rows, 1), columns), (_ALL, columns, columns)])
+    )
 
 
 @family("indexing")
@@ -381,7 +437,12 @@ def gather(w: Writer) -> torch.fx.Node:
 @family("indexing")
 def take(w: Writer) -> torch.fx.Node:
     x = w.any()
-    return w.pick([lambda: w.call(torch.index_select, x, w.dim(x), _small(w)), lambda: w.call(torch.gather, x, -1, w.call(torch.zeros_like, _small(w)))])()
+    return w.pick(
+        [
+            lambda: w.call(torch.index_select, x, w.dim(x), _small(w)),
+            lambda: w.call(torch.gather, x, -1, w.call(torch.zeros_like, _small(w))),
+        ]
+    )()
 
 
 @family("indexing")
@@ -398,16 +459,31 @@ def scatter(w: Writer) -> torch.fx.Node:
 def made(w: Writer) -> torch.fx.Node:
     p = w.program
     sizes = w.pick([[p.b, p.l], [p.l, p.l], [p.l], [p.b, p.l, 4], [p.size(p.b, p.l)], [4], [p.b, 1]])
-    return w.pick([lambda: w.call(torch.ones, *sizes), lambda: w.call(torch.zeros, *sizes, dtype=torch.int64),
-                   lambda: w.call(torch.full, sizes, w.pick([2, 0.5, p.l])), lambda: w.call(torch.ones, *sizes, dtype=torch.bool)])()  # fmt: skip
+    return w.pick(
+        [
+            lambda: w.call(torch.ones, *sizes),
+            lambda: w.call(torch.zeros, *sizes, dtype=torch.int64),
+            lambda: w.call(torch.full, sizes, w.pick([2, 0.5, p.l])),
+            lambda: w.call(torch.ones, *sizes, dtype=torch.bool),
+        ]
+    )()
 
 
 @family("creation")
 def ranges(w: Writer) -> torch.fx.Node:
     p = w.program
-    return w.pick([lambda: w.call(torch.arange, p.l), lambda: w.call(torch.arange, p.b), lambda: w.call(torch.arange, 1, w.call(operator.add, p.l, 1)),
-                   lambda: w.call(torch.arange, 4), lambda: w.call(torch.arange, p.size(p.b, p.l)), lambda: w.call(torch.arange, p.l, 0, -1),
-                   lambda: w.call(torch.linspace, 0, 1, p.l), lambda: w.call(torch.eye, p.l)])()  # fmt: skip
+    return w.pick(
+        [
+            lambda: w.call(torch.arange, p.l),
+            lambda: w.call(torch.arange, p.b),
+            lambda: w.call(torch.arange, 1, w.call(operator.add, p.l, 1)),
+            lambda: w.call(torch.arange, 4),
+            lambda: w.call(torch.arange, p.size(p.b, p.l)),
+            lambda: w.call(torch.arange, p.l, 0, -1),
+            lambda: w.call(torch.linspace, 0, 1, p.l),
+            lambda: w.call(torch.eye, p.l),
+        ]
+    )()
 
 
 @family("creation")
@@ -432,7 +508,11 @@ def pairs_of(w: Writer) -> torch.fx.Node:
 
 def _buffer(w: Writer) -> torch.fx.Node:
     """Memory that may be written: no input, no parameter."""
-    inputs = {w.value(n).untyped_storage().data_ptr() for n in w.program.values if n.op == "placeholder" and isinstance(w.program.values[n], torch.Tensor)}
+    inputs = {
+        w.value(n).untyped_storage().data_ptr()
+        for n in w.program.values
+        if n.op == "placeholder" and isinstance(w.program.values[n], torch.Tensor)
+    }
     fresh = [n for n in w.pool if w.value(n).untyped_storage().data_ptr() not in inputs and n is not w.hidden]
     return w.pick([*fresh, w.call("clone", w.any()), w.call(torch.zeros_like, w.any())])
 
@@ -464,8 +544,14 @@ def write_part(w: Writer) -> torch.fx.Node:
 @family("writes")
 def write_view(w: Writer) -> torch.fx.Node:
     x = _buffer(w)
-    view = w.pick([lambda: w.call(operator.getitem, x, w.pick(_cuts())), lambda: w.call("transpose", x, w.dim(x), w.dim(x)),
-                   lambda: w.call("view", x, -1), lambda: w.call("view", x, w.program.l, w.program.b)])()  # fmt: skip
+    view = w.pick(
+        [
+            lambda: w.call(operator.getitem, x, w.pick(_cuts())),
+            lambda: w.call("transpose", x, w.dim(x), w.dim(x)),
+            lambda: w.call("view", x, -1),
+            lambda: w.call("view", x, w.program.l, w.program.b),
+        ]
+    )()
     w.pool.append(view)
     w.call(w.pick(["copy_", "add_"]), *w.pick([[view, w.like(view)], [x, w.like(x)]]))
     return w.pick([x, view])

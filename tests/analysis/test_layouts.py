@@ -14,7 +14,22 @@ from hypothesis import strategies as st
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from sp_compile.analysis.layouts import COLUMN, ROWS, TOKENS, UNIFORM, Axis, Dim, Dims, Kind, Layout, Reach, Span, Symbols, merge_sizes, regroup
+from sp_compile.analysis.layouts import (
+    COLUMN,
+    ROWS,
+    TOKENS,
+    UNIFORM,
+    Axis,
+    Dim,
+    Dims,
+    Kind,
+    Layout,
+    Reach,
+    Span,
+    Symbols,
+    merge_sizes,
+    regroup,
+)
 
 B, L = 3, 5
 _ENV = ShapeEnv(duck_shape=False)
@@ -153,7 +168,14 @@ def test_moves_add_up_and_keep_the_order(a: Reach, one: int, two: int) -> None:
 
 
 def test_shared_means_no_later_column() -> None:
-    assert [r.shared for r in (UNIFORM, COLUMN, TOKENS, Reach(Kind.TOKENS, -1), Reach(Kind.TOKENS, 1), ROWS)] == [True, True, True, True, False, False]
+    assert [r.shared for r in (UNIFORM, COLUMN, TOKENS, Reach(Kind.TOKENS, -1), Reach(Kind.TOKENS, 1), ROWS)] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_moving_one_of_two_column_axes_back_proves_nothing() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 from torch._dynamo.exc import BackendCompilerFailed
 
 from sp_compile.backend import compile_region

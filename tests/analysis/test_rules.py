@@ -266,7 +266,9 @@ def test_case(build: Build, expected: str) -> None:
     assert (expected in outcome.refusal) if outcome.refusal is not None else expected == _SHARED
 
 
-@pytest.mark.parametrize("build", [renorm, counted_index_into_joined_rows, head_behind_zeros, write_seen_shifted, write_to_one_row, fill_one_row])
+@pytest.mark.parametrize(
+    "build", [renorm, counted_index_into_joined_rows, head_behind_zeros, write_seen_shifted, write_to_one_row, fill_one_row]
+)
 def test_case_is_not_claimed(build: Build) -> None:
     made = Program()
     result = build(made)

@@ -41,7 +41,7 @@ def logits_of(call: Callable[..., Any], batch: Batch) -> Tensor:
     return compare.outputs(call(**batch.inputs))[0]
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.inference_mode, pytest.param(torch.no_grad, marks=pytest.mark.slow)])
 def test_no_grad_first_then_training(mode: Callable[[], Any]) -> None:
     """What is cached for a batch in the first call must serve autograd in the second."""
     model, batch = gpt(), labelled()
@@ -61,7 +61,7 @@ def test_eval_and_train_alternate() -> None:
     model.register_module("drop", nn.Dropout(0.5))
     plain = model.forward
     model.forward = lambda input_ids, labels=None: (model.drop(plain(input_ids)[0]), None)  # type: ignore[method-assign]
-    call = torch.compile(model, backend="shared_prefix", options={"inner": "aot_eager"})
+    call = torch.compile(model, backend="shared_prefix", options={"inner": "eager"})
     for _ in range(2):
         model.eval()
         compare.check(call, model, batch)
@@ -82,7 +82,7 @@ class _nothing:
 def test_optimiser_steps_between_calls(make: Callable[..., torch.optim.Optimizer]) -> None:
     model = gpt()
     dense = copy.deepcopy(model)
-    call = compare.compiled(model, "aot_eager")
+    call = compare.compiled(model, "eager")
     optimisers = [make(m.parameters(), lr=1e-3) for m in (model, dense)]
     for seed in range(4):
         batch = labelled(seed)
@@ -109,7 +109,7 @@ def test_frozen_parameters() -> None:
 def test_autocast_on_and_off() -> None:
     """In bfloat16 the errors against float32 are those of the dense model, up to chance; all parameters count as one vector."""
     model = gpt()
-    call = compare.compiled(model, "aot_eager")
+    call = compare.compiled(model, "eager")
 
     def rounded(run: Callable[..., Any], batch: Batch) -> compare.Result:
         with torch.autocast("cpu", torch.bfloat16):
@@ -158,14 +158,14 @@ def test_use_cache_at_its_default(training: bool) -> None:
     pytest.importorskip("transformers")
     model = models.llama(num_hidden_layers=1, use_cache=True).train(training)
     batch = padded()
-    call = compare.compiled(model, "aot_eager")
+    call = compare.compiled(model, "eager")
     compare.check(call, model, batch)
     compare.assert_shared(sp_compile.last_run(), batch)
 
 
 def test_two_models_alternate() -> None:
     first, second = gpt(), spread(Gpt(layers=1, width=16, heads=2), seed=1)
-    calls = [(compare.compiled(model, "aot_eager"), model) for model in (first, second)]
+    calls = [(compare.compiled(model, "eager"), model) for model in (first, second)]
     for seed in range(3):
         for call, model in calls:
             assert compare.check(call, model, labelled(seed)).compiles == 1
@@ -184,7 +184,7 @@ def test_another_backend_is_unaffected() -> None:
     wanted = compare.step(model, model, batch)
     found = compare.step(torch.compile(model, backend=record), model, batch)
     compare.assert_same_bits(found, wanted)
-    compare.check(compare.compiled(model, "aot_eager"), model, batch)
+    compare.check(compare.compiled(model, "eager"), model, batch)
     torch._dynamo.reset()
     compare.assert_same_bits(compare.step(torch.compile(model, backend=record), model, batch), wanted)
     assert len(graphs) == 2
@@ -194,7 +194,7 @@ def test_another_backend_is_unaffected() -> None:
 
 def test_deterministic_flag_toggles() -> None:
     model, batch = spread(Rope(layers=1)), padded()
-    call = compare.compiled(model, "aot_eager")
+    call = compare.compiled(model, "eager")
     before = torch.are_deterministic_algorithms_enabled()
     try:
         for on in (False, True, False, True):
@@ -213,7 +213,7 @@ def test_module_compile_by_name() -> None:
     assert "shared_prefix" in torch._dynamo.list_backends()
     model, batch = gpt(), labelled()
     wanted = compare.step(model, model, batch)
-    model.compile(backend="shared_prefix", options={"inner": "aot_eager"})
+    model.compile(backend="shared_prefix", options={"inner": "eager"})
     found = compare.step(model, model, batch)
     compare.assert_shared(sp_compile.last_run(), batch)
     compare.assert_close(found, wanted, batch.real)
@@ -225,13 +225,13 @@ def test_fullgraph_and_dynamic_flags() -> None:
     for flags in ({"fullgraph": True}, {"dynamic": True}, {"dynamic": False}):
         torch._dynamo.reset()
         model = gpt()
-        call = torch.compile(model, backend="shared_prefix", options={"inner": "aot_eager", "strict": True}, **flags)
+        call = torch.compile(model, backend="shared_prefix", options={"inner": "eager", "strict": True}, **flags)
         compare.check(call, model, batch)
 
 
 def test_buffer_replaced_and_weights_loaded_between_calls() -> None:
     model = spread(Rope(layers=1))
-    call = compare.compiled(model, "aot_eager")
+    call = compare.compiled(model, "eager")
     compare.check(call, model, padded())
     model.frequency = model.frequency * 0.5
     compare.check(call, model, padded())

@@ -166,7 +166,9 @@ def test_values_written_in_place_later_stay_rows() -> None:
         cut /= 2.0
         return cut.logsumexp(-1), logits.exp().sum(-1)
 
-    assert_expected_inline(unchanged(use), """\
+    assert_expected_inline(
+        unchanged(use),
+        """\
 logits = linear(unpack_default, l_self_modules_head_parameters_weight_, l_self_modules_head_parameters_bias_)
 cut = getitem(logits, [:, :-1])
 cut_1 = itruediv(cut, 2.0)
@@ -174,7 +176,8 @@ logsumexp = logsumexp(cut_1, -1)
 exp = exp(logits)
 sum_1 = sum(exp, -1)
 return [logsumexp, sum_1]
-""")
+""",
+    )
 
 
 def test_writes_that_nobody_else_sees_move() -> None:
@@ -184,7 +187,9 @@ def test_writes_that_nobody_else_sees_move() -> None:
         cut *= 3.0
         return cut.logsumexp(-1)
 
-    assert_expected_inline(unchanged(use, since="add"), """\
+    assert_expected_inline(
+        unchanged(use, since="add"),
+        """\
 add = add(embedding, reshape)
 linear_3 = linear(add, l_self_modules_head_parameters_weight_, l_self_modules_head_parameters_bias_)
 div = div(linear_3, 2.0)
@@ -194,7 +199,8 @@ logsumexp_1 = logsumexp(mul, -1)
 flatten = flatten(logsumexp_1, 0, 1)
 unpack_default = sp_compile.unpack(flatten, getitem)
 return [unpack_default]
-""")
+""",
+    )
 
 
 def test_writes_into_buffers_stay() -> None:
@@ -220,7 +226,9 @@ def test_cut_without_grad_mode_stays_detached() -> None:
             cut = logits[:, :-1]
         return cut.logsumexp(-1), logits.logsumexp(-1)
 
-    assert_expected_inline(unchanged(use), """\
+    assert_expected_inline(
+        unchanged(use),
+        """\
 logits = linear(add, l_self_modules_head_parameters_weight_, l_self_modules_head_parameters_bias_)
 _set_grad_enabled = _set_grad_enabled(False)
 getitem = getitem(forest_index, [:, :-1])
@@ -232,7 +240,8 @@ logsumexp_1 = logsumexp(logits, -1)
 flatten = flatten(logsumexp_1, 0, 1)
 unpack_default = sp_compile.unpack(flatten, forest_index)
 return [logsumexp, unpack_default]
-""")
+""",
+    )
 
 
 def test_use_without_grad_mode_moves_and_stays_detached() -> None:
@@ -242,7 +251,9 @@ def test_use_without_grad_mode_moves_and_stays_detached() -> None:
             largest = cut.amax(-1, keepdim=True)
         return (cut - largest).exp().sum(-1), largest
 
-    assert_expected_inline(unchanged(use), """\
+    assert_expected_inline(
+        unchanged(use),
+        """\
 logits = linear(add, l_self_modules_head_parameters_weight_, l_self_modules_head_parameters_bias_)
 getitem = getitem(forest_index, [:, :-1])
 _set_grad_enabled = _set_grad_enabled(False)
@@ -256,7 +267,8 @@ sum_2 = sum(exp_1, -1)
 flatten = flatten(sum_2, 0, 1)
 unpack_default = sp_compile.unpack(flatten, getitem)
 return [unpack_default, unpack_default_1]
-""")
+""",
+    )
 
 
 def test_operands_of_rows_and_ops_along_columns_need_rows() -> None:
@@ -278,7 +290,9 @@ def test_sizes_made_from_rows_and_columns_do_not_reach_tokens() -> None:
         flat = logits[:, :-1].reshape(-1, WORDS).log_softmax(-1)
         return flat.view(rows, columns - 1, 5, 10).sum(-1)
 
-    assert_expected_inline(unchanged(use), """\
+    assert_expected_inline(
+        unchanged(use),
+        """\
 logits = linear(add, l_self_modules_head_parameters_weight_, l_self_modules_head_parameters_bias_)
 getitem = getitem(forest_index, [:, :-1])
 reshape_2 = reshape(logits, -1, 50)
@@ -289,7 +303,8 @@ sum_2 = sum(reshape_3, -1)
 flatten = flatten(sum_2, 0, 1)
 unpack_default = sp_compile.unpack(flatten, getitem)
 return [unpack_default]
-""")
+""",
+    )
 
 
 def test_long_fixed_cut_runs_on_tokens_unless_it_grows() -> None:
@@ -299,7 +314,9 @@ def test_long_fixed_cut_runs_on_tokens_unless_it_grows() -> None:
 
     error, found = compare(TinyHidden(use), batch(columns=30))
     assert error < 1e-10
-    assert_expected_inline(show(found.after[PASS], "hidden"), """\
+    assert_expected_inline(
+        show(found.after[PASS], "hidden"),
+        """\
 hidden = add(embedding, reshape)
 getitem = getitem(forest_index, [:, -20:-1])
 flatten_1 = flatten(hidden, 0, 1)
@@ -312,7 +329,8 @@ unpack_default = sp_compile.unpack(flatten, getitem)
 linear_3 = linear(unpack_default_1, l_self_modules_head_parameters_weight_, l_self_modules_head_parameters_bias_)
 logsumexp = logsumexp(linear_3, -1)
 return [unpack_default, logsumexp]
-""")
+""",
+    )
 
 
 def test_switched_off_pass_leaves_rows() -> None:
@@ -523,7 +541,9 @@ class WithOwnLoss(nn.Module):
 def test_hugging_face_loss_is_a_loss_of_tokens() -> None:
     error, found = compare(WithLabels(), batch(), LABELS)
     assert error < 1e-5  # the library computes this loss in float32
-    assert_expected_inline(show(found.after[PASS], "logits"), """\
+    assert_expected_inline(
+        show(found.after[PASS], "logits"),
+        """\
 logits = linear(hidden_states_11, l_self_modules_model_modules_lm_head_parameters_weight_, None)
 logits_1 = float(logits)
 labels = pad(l_labels_, [0, 1], 'constant', -100)
@@ -538,13 +558,16 @@ getitem = getitem(cross_entropy_rows_default, 0)
 getitem_82 = getitem(cross_entropy_rows_default, 1)
 weighted_mean = weighted_mean(getitem, getitem_82)
 return [weighted_mean]
-""")
+""",
+    )
 
 
 def test_policy_loss_on_sliced_logits_needs_no_rows_of_logits() -> None:
     error, found = compare(WithOwnLoss(), batch(), torch.randn(4, 14, dtype=torch.float64))
     assert error < 1e-6  # the library's norm runs in float32
-    assert_expected_inline(show(found.after[PASS], "logits"), """\
+    assert_expected_inline(
+        show(found.after[PASS], "logits"),
+        """\
 logits = linear(hidden_states_11, l_self_modules_model_modules_lm_head_parameters_weight_, None)
 getitem = getitem(forest_index, [:, :-1])
 log_softmax_1 = log_softmax(logits, -1)
@@ -568,5 +591,6 @@ mean_4 = mean(unpack_default)
 mul_16 = mul(0.01, mean_4)
 sub_3 = sub(neg_2, mul_16)
 return [sub_3]
-""")
-    assert found.context.unpacked == ["entropy for mean_1"]
+""",
+    )
+    assert found.context.unpacked == ["entropy for mean_4"]

@@ -22,7 +22,6 @@ from sp_compile.analysis.facts import (
     conjunction,
     disjunction,
     held_as,
-    is_blocking,
     lift,
     map_constant,
     multiplied,
@@ -31,10 +30,27 @@ from sp_compile.analysis.facts import (
 )
 from sp_compile.analysis.layouts import COLUMN, UNIFORM, Layout
 from sp_compile.analysis.rules.registry import Call, NotPackable, broadcast, rule
+from sp_compile.ops.blocking import is_blocking
 
 
-@rule("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar", "masked_fill.Scalar", "masked_fill.Tensor", "clamp.Tensor", "lerp.Tensor",
-      "clone", "_to_copy", "detach", "alias", "lift_fresh_copy", "copy", "native_dropout_backward", "contiguous")  # fmt: skip
+@rule(
+    "where.self",
+    "where.ScalarOther",
+    "where.ScalarSelf",
+    "where.Scalar",
+    "masked_fill.Scalar",
+    "masked_fill.Tensor",
+    "clamp.Tensor",
+    "lerp.Tensor",
+    "clone",
+    "_to_copy",
+    "detach",
+    "alias",
+    "lift_fresh_copy",
+    "copy",
+    "native_dropout_backward",
+    "contiguous",
+)
 def pointwise(call: Call) -> list[Layout]:
     """out[b, l, ...] = f(a[b, l, ...], c[l], s, ...), where B and L as numbers stay logical."""
     rank = call.out.dim()

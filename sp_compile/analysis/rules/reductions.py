@@ -17,11 +17,50 @@ def _asked_dims(call: Call, rank: int) -> list[int]:
     return [int(d) % max(rank, 1) for d in dims] or list(range(rank))
 
 
-@rule("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "amax.default", "amin.default", "max.default", "min.default", "max.dim", "min.dim",
-      "argmax.default", "argmin.default", "prod.default", "prod.dim_int", "var.default", "var.dim", "var.correction", "std.default", "std.dim",
-      "std.correction", "var_mean.correction", "var_mean.default", "linalg_vector_norm.default", "norm.Scalar", "norm.ScalarOpt_dim", "logsumexp.default",
-      "any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims", "count_nonzero.default", "count_nonzero.dim_IntList", "median.default",
-      "median.dim", "nansum.default", "aminmax.default", "std_mean.correction", "mode.default", "kthvalue.default", "nanmedian.default")  # fmt: skip
+@rule(
+    "sum.default",
+    "sum.dim_IntList",
+    "mean.default",
+    "mean.dim",
+    "amax.default",
+    "amin.default",
+    "max.default",
+    "min.default",
+    "max.dim",
+    "min.dim",
+    "argmax.default",
+    "argmin.default",
+    "prod.default",
+    "prod.dim_int",
+    "var.default",
+    "var.dim",
+    "var.correction",
+    "std.default",
+    "std.dim",
+    "std.correction",
+    "var_mean.correction",
+    "var_mean.default",
+    "linalg_vector_norm.default",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+    "logsumexp.default",
+    "any.default",
+    "any.dim",
+    "any.dims",
+    "all.default",
+    "all.dim",
+    "all.dims",
+    "count_nonzero.default",
+    "count_nonzero.dim_IntList",
+    "median.default",
+    "median.dim",
+    "nansum.default",
+    "aminmax.default",
+    "std_mean.correction",
+    "mode.default",
+    "kthvalue.default",
+    "nanmedian.default",
+)
 def reduce(call: Call) -> list[Layout]:
     base = call.layout_of(call.tensors[0])
     rank = len(base.dims)
@@ -35,8 +74,20 @@ def reduce(call: Call) -> list[Layout]:
     return [call.result(after) for _ in call.outputs]
 
 
-@rule("_softmax.default", "_log_softmax.default", "softmax.int", "log_softmax.int", "cumprod.default", "logcumsumexp.default", "cummax.default",
-      "cummin.default", "sort.default", "sort.stable", "argsort.default", "argsort.stable")  # fmt: skip
+@rule(
+    "_softmax.default",
+    "_log_softmax.default",
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod.default",
+    "logcumsumexp.default",
+    "cummax.default",
+    "cummin.default",
+    "sort.default",
+    "sort.stable",
+    "argsort.default",
+    "argsort.stable",
+)
 def along_dimension(call: Call) -> list[Layout]:
     base = call.layout_of(call.tensors[0])
     require_plain(call, call.tensors[0], [call.dim("dim", len(base.dims), -1)], call.func._schema.name.split("::")[1])
@@ -95,8 +146,15 @@ def group_norm(call: Call) -> list[Layout]:
     return [call.result(base.dims), call.result(statistics), call.result(statistics)]
 
 
-@rule("native_batch_norm.default", "_native_batch_norm_legit.default", "_native_batch_norm_legit_functional.default", "cudnn_batch_norm.default",
-      "_batch_norm_with_update.default", "_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_no_training.default")  # fmt: skip
+@rule(
+    "native_batch_norm.default",
+    "_native_batch_norm_legit.default",
+    "_native_batch_norm_legit_functional.default",
+    "cudnn_batch_norm.default",
+    "_batch_norm_with_update.default",
+    "_native_batch_norm_legit.no_stats",
+    "_native_batch_norm_legit_no_training.default",
+)
 def batch_norm(call: Call) -> list[Layout]:
     base = call.layout_of(call.tensors[0])
     if base.has_tokens:
@@ -104,8 +162,19 @@ def batch_norm(call: Call) -> list[Layout]:
     return [call.result(tuple(call.symbols.dim(s) for s in out.shape)) for out in call.outputs]
 
 
-@rule("histc.default", "bincount.default", "unique.default", "_unique2.default", "nonzero.default", "masked_select.default", "dot.default",
-      "vdot.default", "trace.default", "is_nonzero.default", "equal.default")  # fmt: skip
+@rule(
+    "histc.default",
+    "bincount.default",
+    "unique.default",
+    "_unique2.default",
+    "nonzero.default",
+    "masked_select.default",
+    "dot.default",
+    "vdot.default",
+    "trace.default",
+    "is_nonzero.default",
+    "equal.default",
+)
 def whole_tensor(call: Call) -> list[Layout]:
     """Ops that look at every element at once."""
     if any(call.layout_of(t).has_tokens for t in call.tensors):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sp_compile.analysis.layouts import COLUMN, ROWS, UNIFORM, Dim, Dims, Layout, Reach, Symbols
 
 Rule = Callable[["Call"], "Layout | Sequence[Layout]"]
+_R = TypeVar("_R", bound=Rule)
 
 
 class NotPackable(Exception):
@@ -112,14 +113,14 @@ class Call:
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 
 
-def rule(*overloads: str) -> Callable[[Rule], Rule]:
+def rule(*overloads: str) -> Callable[[_R], _R]:
     """Register a rule for ATen overloads given as `"add.Tensor"`; names this torch does not have are skipped.
 
     Raises:
         ValueError: an overload already has a rule.
     """
 
-    def register(function: Rule) -> Rule:
+    def register(function: _R) -> _R:
         for name in overloads:
             packet, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)

@@ -179,7 +179,7 @@ def _column_slice(call: Call, base: Layout, dim: int, start: Any, step: int) -> 
     factor = Axis.COLUMNS if size == call.symbols.columns else Span(size)
     dims = tuple(((factor,) if d == dim else old) for d, old in enumerate(base.dims))
     head, reach = _cut_head(base, int(start or 0))
-    fact = base.fact if isinstance(base.fact, Constant) else None
+    fact: Any = base.fact if isinstance(base.fact, Constant) else None
     if isinstance(base.fact, Affine) and not base.fact.batch:
         offset = dict(base.fact.coefficients).get(dim, 0) * int(start or 0)
         fact = Affine(base.fact.coefficients, base.fact.constant + offset)
