@@ -298,6 +298,11 @@ class _Rewrite:
         def packed(name: str | None) -> Any:
             return None if name is None else self._at(self.by_name[name], World.PACKED, node)
 
+        written = set[int]().union(*(other.writes for other in self.info.values()))
+        for name in (call.mask.padding, call.mask.segments):
+            if name is not None and self.info[self.by_name[name]].storages & written:
+                why = Reason("what an attention mask was made of is changed in place", str(node.target), node.name, source_line(node))
+                raise refusal(dataclasses.replace(why, advice="Clone it before the change."))
         padding = packed(call.mask.padding)
         if padding is not None:
             padding = self.new.call_method("ne", (padding, 0))

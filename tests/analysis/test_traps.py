@@ -245,6 +245,37 @@ def test_not_shared(between: Callable[[Tensor, Tensor], Tensor], said: str) -> N
     assert said in refused(Between(between), batch()).reason
 
 
+def test_mask_changed_in_place() -> None:
+    """The attention was proved by what the mask had been."""
+
+    class Changed(Tiny):
+        def forward(self, ids: Tensor, *more: Tensor) -> Tensor:
+            x = self.words(ids)
+            place = torch.arange(ids.shape[1])
+            kept = more[0].clone()
+            seen = (place <= place[:, None]) & kept.bool()[:, None, None, :]
+            kept.zero_()
+            q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            return self.head(x + mixed.transpose(1, 2).flatten(2)) * more[0][..., None] + kept[..., None]
+
+    class ChangedInput(Changed):
+        def forward(self, ids: Tensor, *more: Tensor) -> Tensor:
+            mask = more[0]
+            place = torch.arange(ids.shape[1])
+            seen = (place <= place[:, None]) & mask.bool()[:, None, None, :]
+            mask.mul_(0).add_(1)
+            x = self.words(ids)
+            q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            return self.head(x + F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2))
+
+    ids = batch()
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = 0
+    exact(Changed(lambda logits, ids: logits), ids, mask)
+    assert "changed in place" in refused(ChangedInput(lambda logits, ids: logits), ids, mask.clone()).reason
+
+
 def test_dense_result_of_what_is_not_shared() -> None:
     model = Between(one_row_written)
     ids = batch()

@@ -53,6 +53,5 @@ def test_every_scenario_equals_dense_under_inductor(name: str) -> None:
             compare.assert_shared(account, given)
             compare.assert_close(found, wanted, batch.real)
             assert account.compiles <= 2
-            print(
-                f"{name} {batch.name} ({signature}): N = {account.logical_tokens}, T = {account.physical_tokens}, kernel {account.kernels['attention']}"
-            )
+            print(f"{name} {batch.name} ({signature}): N = {account.logical_tokens}, T = {account.physical_tokens}")
+            print(f"    attention: {account.kernels['attention']}")
