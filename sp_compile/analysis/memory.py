@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import sympy
 import torch
 
 from sp_compile.analysis.layouts import UNIFORM, Layout, Reach, Reason, size_expr
@@ -68,4 +69,5 @@ def displaces(call: Call) -> bool:
 
 def fills(target: torch.Tensor) -> bool:
     """Whether a tensor is all of its memory."""
-    return bool(size_expr(target.untyped_storage().nbytes()) == size_expr(target.numel()) * target.element_size())
+    spare = size_expr(target.untyped_storage().nbytes()) - size_expr(target.numel()) * target.element_size()
+    return bool(sympy.expand(spare) == 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -37,24 +37,27 @@ def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = 
     was_restart = finish_restart()
     symbolic = any(is_symbolic(example_of(node)) for node in placeholders(graph))
     alike = any(_rows_and_columns_alike(example_of(node)) for node in placeholders(graph))
-    if was_restart or (symbolic and not again and not alike):
+    marked = {
+        n: values[n]
+        for n in static_token_inputs(graph)
+        if isinstance(values[n], torch.Tensor) and not isinstance(values[n], torch.nn.Parameter)
+    }
+    fixed = _fixed_tokens(graph, marked)
+    if was_restart or (symbolic and not again and not alike and not fixed):
         return
     handler: Any = torch._dynamo.callback.callback_handler
     if finish_restart not in handler.end_callbacks:
         # a retrace that never reaches the backend must not leave marks or settings behind
         handler.register_end_callback(finish_restart)
-    if symbolic:
+    if symbolic and not fixed:
         _state.pending = ([], fx_config.use_duck_shape)
         fx_config.use_duck_shape = False
         raise _restart("capture again with polyfills, or with one symbol per size")
-    numbers = static_token_inputs(graph)
-    marked = [values[n] for n in numbers if isinstance(values[n], torch.Tensor) and not isinstance(values[n], torch.nn.Parameter)]
-    tokens = [t for t in marked if t.dim() == 2 and not t.is_floating_point() and min(t.shape) > 1]
-    if not tokens:
+    if not fixed:
         return
-    rows, columns = tokens[0].shape
+    rows, columns = fixed[0].shape
     kept: list[tuple[torch.Tensor, dict[str, Any]]] = []
-    for tensor in marked:
+    for tensor in marked.values():
         kept.append((tensor, {name: copy.copy(getattr(tensor, name)) for name in _MARKS if hasattr(tensor, name)}))
         for dim, size in enumerate(tensor.shape):
             if size > 1 and size in (rows, columns):
@@ -62,6 +65,18 @@ def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = 
     _state.pending = (kept, fx_config.use_duck_shape)
     fx_config.use_duck_shape = False
     raise _restart("capture rows and columns as symbols")
+
+
+def _fixed_tokens(graph: torch.fx.Graph, given: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """Token inputs of more than one row and column, one of whose sizes is a number in the graph.
+
+    A second capture of one function has symbols for the sizes that changed since the first, and numbers for the others. Beside a token
+    input with symbols, only inputs of its very sizes count.
+    """
+    examples = [example_of(node) for node in placeholders(graph)]
+    tokens = {n: t for n, t in given.items() if t.dim() == 2 and not t.is_floating_point() and min(t.shape) > 1}
+    known = next((t.shape for n, t in tokens.items() if any(map(is_symbolic, examples[n].shape))), None)
+    return [t for n, t in tokens.items() if not all(map(is_symbolic, examples[n].shape)) and known in (None, t.shape)]
 
 
 def _rows_and_columns_alike(value: Any) -> bool:

@@ -23,7 +23,7 @@ from tests.analysis.programs import Program, analysed, claimed_wrong, pairs, sha
 from tests.analysis.random_programs import FAMILIES, Pick, program
 
 _ALL = slice(None)
-_QUICK = settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+_QUICK = settings(max_examples=3, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 _LONG = settings(_QUICK, max_examples=150)
 _GROUPS = [
     ("pointwise", "creation", "products"),
@@ -259,9 +259,9 @@ def test_case(build: Build, expected: str) -> None:
     made = Program()
     result = build(made)
     module = made.finish(result, made.call(torch.tanh, _hidden(made)))
-    tried = pairs(3)
+    tried = pairs(2)
     assert not claimed_wrong(made, module, tried)
-    outcome = shared_wrong(made, module, [batch for batch, _ in tried])
+    outcome = shared_wrong(made, module, [tried[0][0], tried[1][1]])
     assert not outcome.problems
     assert (expected in outcome.refusal) if outcome.refusal is not None else expected == _SHARED
 

@@ -103,3 +103,33 @@ def test_square_and_equal_sizes_do_not_recompile() -> None:
         assert compare.check(call, model, batch).compiles == 1
         graphs = graphs or counters["stats"]["unique_graphs"]
         assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_capture_after_one_size_changed_is_symbolic_in_both() -> None:
+    """Dynamo then knows one changed size and one that did not change; the mode switch makes it capture again."""
+    torch._dynamo.reset()
+    model = models.gpt()
+    call = compare.compiled(model, "eager")
+
+    def batch(rows: int, columns: int) -> Batch:
+        ids = (torch.arange(rows)[:, None] * 7 + torch.arange(columns)[None]) % 90 + 1
+        ids[:, :2] = torch.tensor([1, 2])
+        return Batch("sizes", {"input_ids": ids}, torch.ones_like(ids, dtype=torch.bool))
+
+    compare.check(call, model, batch(4, 9))
+    model.eval()
+    for rows, columns in ((5, 9), (5, 12), (3, 4)):
+        assert compare.check(call, model, batch(rows, columns)).compiles == 1
+    model.train()
+    compare.check(call, model, batch(4, 7))
+
+
+def test_input_that_appears_later_is_symbolic() -> None:
+    torch._dynamo.reset()
+    model = models.gpt()
+    call = compare.compiled(model, "eager")
+    for rows, columns, labelled in ((4, 9, False), (5, 11, True), (3, 8, True), (6, 8, False)):
+        ids = (torch.arange(rows)[:, None] * 7 + torch.arange(columns)[None]) % 90 + 1
+        ids[:, :2] = torch.tensor([1, 2])
+        inputs: dict[str, torch.Tensor | int] = {"input_ids": ids, "labels": ids} if labelled else {"input_ids": ids}
+        assert compare.check(call, model, Batch("labels", inputs, torch.ones_like(ids, dtype=torch.bool))).compiles == 1
