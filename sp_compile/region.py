@@ -12,7 +12,7 @@ import sympy
 import torch
 import torch.fx
 
-from sp_compile.analysis.inputs import GraphInputs, constants_hold, static_refusal
+from sp_compile.analysis.inputs import GraphInputs, constants_hold, is_single, static_refusal
 from sp_compile.backend import Shared, compile_region
 from sp_compile.batch import Padding, find_padding, make_forest
 from sp_compile.capture.graphs import example_of, is_symbolic, placeholders, size_name
@@ -152,7 +152,8 @@ class Region:
     def __call__(self, *values: Any) -> Any:
         variant = self.variant_for(values)
         if isinstance(variant.refusal, NothingToShare):
-            return self._run_dense(values, idle=True)
+            single = any(is_single(value) for value in values)
+            return self._run_dense(values, note=variant.refusal.reason) if single else self._run_dense(values, idle=True)
         if variant.refusal is not None:
             return self._run_dense(values, refused=str(variant.refusal))
         forest = self._forest(variant, values)

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from sp_compile.analysis.facts import Nonzero, Triangle
 from sp_compile.analysis.layouts import COLUMN, TOKENS, UNIFORM, Layout, Symbols
 from sp_compile.capture.graphs import example_of, is_module_state, is_symbolic, placeholders
-from sp_compile.errors import CannotShare
+from sp_compile.errors import CannotShare, NothingToShare
 
 LARGEST_TABLE = 1 << 26
 """Constant tables above this many elements are not read to see whether they are triangular."""
@@ -68,6 +68,7 @@ def find_token_input(graph: torch.fx.Graph) -> int:
     """The number of the input that holds the token ids: an integer [B, L] input, preferably one that indexes an embedding.
 
     Raises:
+        NothingToShare: the ids are those of one row or one column.
         CannotShare: there is none.
     """
     nodes = placeholders(graph)
@@ -82,9 +83,22 @@ def find_token_input(graph: torch.fx.Graph) -> int:
         ):
             found.append(number)
     if not found:
+        given = [example_of(node) for node in nodes if not is_module_state(node)]
+        if any(is_single(value) for value in given):
+            raise NothingToShare("one row, or one column, has no prefix in common with another")
         raise no_token_input()
     embedded = [n for n in found if any("embedding" in str(user.target) for user in nodes[n].users)]
     return (embedded or found)[0]
+
+
+def is_single(value: object) -> bool:
+    """Whether a value looks like token ids of one row or one column."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == 2
+        and not value.is_floating_point()
+        and any(s == 1 for s in value.shape if isinstance(s, int))
+    )
 
 
 def no_token_input() -> CannotShare:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.errors import InvalidInput
-from sp_compile.ops.numerics import accumulate_dtype
+from sp_compile.ops.numerics import accumulate_dtype, owned
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor end, Tensor column, Tensor? key_valid, Tensor? segments, Tensor? bias, Tensor? sinks, "
@@ -229,7 +229,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.sp_compile.attention_backward(grad, *ctx.saved_tensors, **ctx.options, bias_grad=ctx.needs_input_grad[7])
+    gradients = torch.ops.sp_compile.attention_backward(owned(grad), *ctx.saved_tensors, **ctx.options, bias_grad=ctx.needs_input_grad[7])
     return attention_gradients(ctx, gradients, 9)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.errors import InvalidInput
-from sp_compile.ops.numerics import accumulate_dtype
+from sp_compile.ops.numerics import accumulate_dtype, owned
 from sp_compile.ops.rows import EXACT, check_index, check_target, sum_by_key, sums_at_equal_keys
 
 # Elements of the float32 copy of a block of logits (64 MiB).
@@ -131,7 +131,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 
 def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return torch.ops.sp_compile.cross_entropy_rows_backward(grad, *ctx.saved_tensors, **ctx.options), None, None, None
+    return torch.ops.sp_compile.cross_entropy_rows_backward(owned(grad), *ctx.saved_tensors, **ctx.options), None, None, None
 
 
 cross_entropy_rows.register_autograd(_autograd, setup_context=_setup_context)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.errors import InvalidInput
-from sp_compile.ops.numerics import accumulate_dtype
+from sp_compile.ops.numerics import accumulate_dtype, owned
 
 EXACT = (torch.Tag.needs_exact_strides,)
 
@@ -169,7 +169,7 @@ def _unpack_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> No
 
 def _unpack_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     (index,) = ctx.saved_tensors
-    return torch.ops.sp_compile.unpack_backward(grad, index, ctx.tokens), None
+    return torch.ops.sp_compile.unpack_backward(owned(grad), index, ctx.tokens), None
 
 
 def _take_setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -180,7 +180,7 @@ def _take_setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor)
 
 def _take_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     index, target = ctx.saved_tensors
-    return torch.ops.sp_compile.take_tokens_backward(grad, index, target, ctx.tokens, ctx.classes), None, None
+    return torch.ops.sp_compile.take_tokens_backward(owned(grad), index, target, ctx.tokens, ctx.classes), None, None
 
 
 unpack.register_autograd(_unpack_autograd, setup_context=_unpack_setup)

@@ -22,7 +22,7 @@ from sp_compile.ops.attention import (
     sink_gradient,
     softmax_with_sink,
 )
-from sp_compile.ops.numerics import accumulate_dtype
+from sp_compile.ops.numerics import accumulate_dtype, owned
 
 BLOCK = 128
 
@@ -158,7 +158,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 
 def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.sp_compile.attention_blocked_backward(grad, *ctx.saved_tensors, **ctx.options, bias_grad=ctx.needs_input_grad[7])
+    gradients = torch.ops.sp_compile.attention_blocked_backward(
+        owned(grad), *ctx.saved_tensors, **ctx.options, bias_grad=ctx.needs_input_grad[7]
+    )
     return attention_gradients(ctx, gradients, 9)
 
 

@@ -19,7 +19,7 @@ from sp_compile.errors import InvalidInput
 from sp_compile.kernels.attention import blocked
 from sp_compile.layout.chains import CAUSAL
 from sp_compile.ops.attention import Gradients, Mask, attention_gradients, check_inputs, gradient_fake, sink_gradient
-from sp_compile.ops.numerics import accumulate_dtype
+from sp_compile.ops.numerics import accumulate_dtype, owned
 
 # Chains up to this length are padded to the next power of two and run as one batch: a call costs more than their arithmetic.
 SHORT = 128
@@ -235,7 +235,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 
 def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.sp_compile.attention_chains_backward(grad, *ctx.saved_tensors, **ctx.options, bias_grad=ctx.needs_input_grad[7])
+    gradients = torch.ops.sp_compile.attention_chains_backward(
+        owned(grad), *ctx.saved_tensors, **ctx.options, bias_grad=ctx.needs_input_grad[7]
+    )
     return attention_gradients(ctx, gradients, 10)
 
 
