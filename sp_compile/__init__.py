@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sp_compile.debug.account import last_run
     from sp_compile.debug.explain import explain
     from sp_compile.layout.forest import Forest
+    from sp_compile.sharing import Packed, pack, share, unpack
 
 __all__ = [
     "CannotShare",
@@ -34,6 +35,7 @@ __all__ = [
     "MissingPackage",
     "NoImplementation",
     "NothingToShare",
+    "Packed",
     "SharedPrefixError",
     "StageError",
     "StaleForest",
@@ -41,6 +43,9 @@ __all__ = [
     "__version__",
     "explain",
     "last_run",
+    "pack",
+    "share",
+    "unpack",
 ]
 
 try:
@@ -50,6 +55,7 @@ except importlib.metadata.PackageNotFoundError:  # a checkout on the path, not i
 
 # Imported on first use: they import torch, which importing the package alone does not.
 _LAZY = {"Forest": "layout.forest", "explain": "debug.explain", "last_run": "debug.account"}
+_LAZY |= dict.fromkeys(("Packed", "pack", "share", "unpack"), "sharing")
 
 
 def __getattr__(name: str) -> Any:

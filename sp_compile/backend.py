@@ -16,11 +16,15 @@ import torch.fx
 from sp_compile import options as option_parser
 from sp_compile.analysis.inputs import GraphInputs, read_inputs
 from sp_compile.analysis.interpret import analyse
+from sp_compile.analysis.packed_inputs import read_packed_inputs
 from sp_compile.capture import install, require_tested, set_backend
 from sp_compile.capture.checkpoint import inline_checkpoints
+from sp_compile.capture.graphs import is_module_state, placeholders
 from sp_compile.capture.numbers import freeze_numbers
 from sp_compile.capture.shapes import ensure_symbolic
+from sp_compile.capture.split_graphs import split_refusal
 from sp_compile.capture.torch_attention import mark_attention
+from sp_compile.capture.transforms import refuse_transforms, restored_levels
 from sp_compile.debug import dump
 from sp_compile.lowering.select import SelectKernels
 from sp_compile.options import Options
@@ -60,16 +64,24 @@ class Shared:
     numbers: dict[int, float]
 
 
-def compile_region(module: torch.fx.GraphModule, values: Sequence[Any], options: Options) -> Shared:
+def compile_region(module: torch.fx.GraphModule, values: Sequence[Any], options: Options, tokens: int | None = None) -> Shared:
     """Prove and rewrite: from a captured dense graph to one on physical tokens.
+
+    Args:
+        module: the captured graph.
+        values: its inputs.
+        options: the user's.
+        tokens: T if the inputs are packed already, else None.
 
     Raises:
         CannotShare: something was not proved; nothing has been changed.
     """
+    refuse_transforms(module)
     module, numbers = freeze_numbers(inline_checkpoints(module), values)
-    module = mark_attention(module)
-    inputs = read_inputs(module.graph, values)
-    context = Context(analyse(module, inputs))
+    module = mark_attention(module, values)
+    inputs = read_inputs(module.graph, values) if tokens is None else read_packed_inputs(module.graph, values, tokens)
+    with restored_levels():
+        context = Context(analyse(module, inputs))
     watch = dump.watcher(options.dump, module, context)
     graph, records = run_passes(module, context, pipeline(options), frozenset(options.disable), watch)
     return Shared(graph, context, records, inputs, numbers)
@@ -86,11 +98,19 @@ def shared_prefix(
         options: see `sp_compile.options.Options`.
     """
     from sp_compile.region import make_region
+    from sp_compile.sharing import packed_tokens
 
     chosen = option_parser.parse(options)
     require_tested(module)
-    ensure_symbolic(module.graph, values, again=install())
-    return make_region(module, values, chosen)
+    again, split = install(), split_refusal(values)
+    if split is None:
+        given = [
+            v
+            for node, v in zip(placeholders(module.graph), values, strict=True)
+            if isinstance(v, torch.Tensor) and not is_module_state(node)
+        ]
+        ensure_symbolic(module.graph, values, again=again, tokens=packed_tokens(given))
+    return make_region(module, values, chosen, split)
 
 
 set_backend(shared_prefix)

@@ -12,8 +12,11 @@ import torch.fx
 
 from sp_compile.analysis.inputs import GraphInputs
 from sp_compile.layout.forest import Forest
+from sp_compile.layout.recent import RecentForests
 from sp_compile.ops import tokens
 from sp_compile.passes.stage import Context, Source, input_of
+
+recent = RecentForests(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +129,7 @@ def make_forest(inputs: GraphInputs, context: Context, padding: Padding | None, 
         values: the inputs of this call.
     """
     keys = [part for number in context.keys for part in _key(inputs, number, values[number])]
-    return Forest.from_tokens(*keys, keep=_keep(padding, values))
+    return recent.get(keys, _keep(padding, values))
 
 
 def _key(inputs: GraphInputs, number: int, value: torch.Tensor) -> list[torch.Tensor]:
@@ -153,6 +156,8 @@ def _keep(padding: Padding | None, values: Sequence[Any]) -> torch.Tensor | None
         # on the inputs' device: the cut out graph may move targets there itself
         positions = torch.arange(keep.numel(), device=mask.device).view(keep.shape)
         read, targets = loss.graph(positions, *(values[number].detach() for number in loss.arguments))
-        counted = read[(targets != loss.ignore_index).to(read.device)]
-        keep.view(-1)[counted.reshape(-1).cpu()] = True
+        read, counted = read.reshape(-1).cpu(), (targets != loss.ignore_index).reshape(-1).cpu()
+        lost = counted & ~keep.view(-1)[read]
+        if bool(lost.any()):
+            keep.view(-1)[read[lost]] = True
     return keep

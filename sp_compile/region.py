@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -13,29 +12,40 @@ import torch
 import torch.fx
 
 from sp_compile.analysis.inputs import GraphInputs, constants_hold, is_single, static_refusal
+from sp_compile.analysis.refusals import source_line
 from sp_compile.backend import Shared, compile_region
 from sp_compile.batch import Padding, find_padding, make_forest
 from sp_compile.capture.graphs import example_of, is_symbolic, placeholders, size_name
 from sp_compile.capture.numbers import unchanged
-from sp_compile.debug import account, regions
-from sp_compile.errors import CannotShare, NothingToShare, SharedPrefixError
-from sp_compile.inner import Bucket, TensorSpec, compile_bucket
+from sp_compile.debug import account, calls, regions
+from sp_compile.errors import CannotShare, NothingToShare, SharedPrefixError, StaleForest
+from sp_compile.hidden import HiddenQueries, find_hidden_queries
+from sp_compile.inner import LOCK, Bucket, TensorSpec, compile_bucket, trained_in
 from sp_compile.layout.forest import Forest
 from sp_compile.layout.tensors import symbolic_shape
 from sp_compile.ops import sites as _sites  # noqa: F401  (site ops have to exist before they can be removed)
 from sp_compile.options import Options
+from sp_compile.packed import PackedGraph, PackedGraphs
 from sp_compile.passes.runner import PassRecord
 from sp_compile.passes.stage import Context, Source, input_of
+from sp_compile.sharing import forest_of_call, packed_tokens
 
 MAX_BUCKETS = 8
 """Compiled forms kept per graph; more means that sizes are specialised on every call, which would never end."""
 
 
-def make_region(module: torch.fx.GraphModule, values: Sequence[Any], options: Options) -> Callable[..., Any]:
-    """The callable for one captured graph. A graph without symbolic rows and columns is compiled densely at once."""
+def make_region(
+    module: torch.fx.GraphModule, values: Sequence[Any], options: Options, refusal: CannotShare | None = None
+) -> Callable[..., Any]:
+    """The callable for one captured graph. A graph without symbolic rows and columns is compiled densely, and so is one that is refused
+    already."""
     dense = without_sites(module)
     region = Region(module, dense, options)
-    if not any(is_symbolic(example_of(node)) for node in placeholders(module.graph)):
+    if refusal is not None:
+        region.refuse(refusal, warn=any(isinstance(v, torch.Tensor) and v.dim() == 2 and not v.is_floating_point() for v in values))
+    elif packed_tokens(region.packed.tensors(values)) is not None:
+        pass  # rewritten when it is called
+    elif not any(is_symbolic(example_of(node)) for node in placeholders(module.graph)):
         refused, warn = static_refusal(module.graph, values)
         region.refuse(refused, warn=warn)
     else:
@@ -67,6 +77,8 @@ class Variant:
     shared: Shared | None = None
     refusal: CannotShare | None = None
     padding: Padding | None = None
+    hidden: list[HiddenQueries] = dataclasses.field(default_factory=list)
+    trained: tuple[bool, ...] = ()
     buckets: list[Bucket] = dataclasses.field(default_factory=list)
 
     @property
@@ -86,7 +98,8 @@ class Variant:
         return self.shared.inputs if self.shared is not None else None
 
     def fits(self, values: Sequence[Any]) -> bool:
-        """Whether every dimension tied to B or L has that size in this call, and every written-in number its value."""
+        """Whether every dimension tied to B or L has that size in this call, every written-in number its value, and the same inputs
+        require grad: what does not may be computed on rows."""
         if self.shared is None:
             return True
         sizes = self.shared.inputs.sizes
@@ -94,7 +107,12 @@ class Variant:
         tied = all(values[n].shape[d] == rows for n, d in sizes.batch_ties) and all(
             values[n].shape[d] == columns for n, d in sizes.columns_ties
         )
-        return tied and unchanged(self.shared.numbers, values) and constants_hold(self.shared.inputs, values)
+        same = tied and self.trained == trained_in(values)
+        return same and unchanged(self.shared.numbers, values) and constants_hold(self.shared.inputs, values)
+
+
+def _accepting(buckets: Sequence[Bucket], sizes: Mapping[str, int], trained: tuple[bool, ...]) -> Bucket | None:
+    return next((bucket for bucket in buckets if bucket.accepts(sizes, trained)), None)
 
 
 class Region:
@@ -104,19 +122,25 @@ class Region:
         self.module, self.dense, self.options = module, dense, options
         self.variants: list[Variant] = []
         self.dense_buckets: list[Bucket] = []
-        self.lock = threading.RLock()
         self.warned: set[str] = set()
         self.number = regions.register(self, module)
+        self.packed = PackedGraphs(
+            module, lambda values, tokens: compile_region(module, values, options, tokens), options.inner, MAX_BUCKETS
+        )
 
     # -- variants --------------------------------------------------------------------------------------------------------------
 
     def variant_for(self, values: Sequence[Any]) -> Variant:
-        for variant in self.variants:
-            if variant.fits(values):
-                return variant
-        with self.lock:
+        found = self._variant(values)
+        if found is not None:
+            return found
+        with LOCK:
+            found = self._variant(values)  # another thread may have made it
+            if found is not None:
+                return found
             try:
                 shared = compile_region(self.module, values, self.options)
+                hidden = find_hidden_queries(shared.context, self.module)
             except CannotShare as refused:
                 return self.refuse(refused)
             except (
@@ -134,22 +158,34 @@ class Region:
                 why = CannotShare(f"internal error, {type(error).__name__}: {error}", advice="Please report it with the model.")
                 why.__cause__ = error
                 return self.refuse(why)
-            self.variants.append(Variant(shared, padding=find_padding(shared.graph, shared.context)))
-            return self.variants[-1]
+            made = Variant(shared, None, find_padding(shared.graph, shared.context), hidden, trained_in(values))
+            self.variants.append(made)
+            return made
+
+    def _variant(self, values: Sequence[Any]) -> Variant | None:
+        return next((variant for variant in self.variants if variant.fits(values)), None)
 
     def refuse(self, refused: CannotShare, warn: bool = True) -> Variant:
         warn = warn and not isinstance(refused, NothingToShare)
-        if self.options.strict and warn:
-            raise refused
-        if warn and str(refused) not in self.warned:
-            self.warned.add(str(refused))
-            warnings.warn(f"shared_prefix: {refused} The dense graph runs.", stacklevel=2)
-        self.variants.append(Variant(refusal=refused))
-        return self.variants[-1]
+        if warn:
+            self._warn(refused)
+        made = Variant(refusal=refused)
+        self.variants.append(made)
+        return made
+
+    @property
+    def packed_forms(self) -> list[PackedGraph]:
+        """The forms for calls inside of `share`."""
+        return [form for form in self.packed.forms.values() if isinstance(form, PackedGraph)]
 
     # -- one call -----------------------------------------------------------------------------------------------------------------
 
     def __call__(self, *values: Any) -> Any:
+        forest = forest_of_call(self.packed.tensors(values))
+        if forest is not None:
+            return self._run_packed(values, forest)
+        if self.packed.forms and calls.in_backward():
+            raise StaleForest("a compiled region is recomputed in backward, and nothing says which forest its forward ran with")
         variant = self.variant_for(values)
         if isinstance(variant.refusal, NothingToShare):
             single = any(is_single(value) for value in values)
@@ -161,10 +197,43 @@ class Region:
             return self._run_dense(
                 values, forest=forest, note=f"sharing {forest.sharing:.3f} is below min_sharing {self.options.min_sharing}"
             )
+        keyless = self._keyless(variant, values, forest)
+        if keyless is not None:
+            return self._run_dense(values, refused=str(keyless))
         bucket = self._bucket(variant, values, forest)
         assert variant.shared is not None, "a variant without refusal is shared"
         account.record(self, values, forest=forest, variant=variant)
         return bucket.call(*self._feed(variant, values, forest))
+
+    def _keyless(self, variant: Variant, values: Sequence[Any], forest: Forest) -> CannotShare | None:
+        """Why this batch cannot be shared if a query that is computed sees no key of a mask of finite scores, else None."""
+        for hidden in variant.hidden:
+            kept = torch.from_numpy(forest.index >= 0)
+            if bool((kept & hidden.find(values, *kept.shape)).any()):
+                why = CannotShare(
+                    "a query at padding sees no key under a mask of finite scores, so it sees all keys of its row, later ones included",
+                    node=hidden.mask.node.name,
+                    source=source_line(hidden.mask.node),
+                    advice="Give the first real token of a left-padded row the label -100, or use attention with bool masks (sdpa).",
+                )
+                self._warn(why)
+                return why
+        return None
+
+    def _warn(self, refused: CannotShare) -> None:
+        if self.options.strict:
+            raise refused
+        if str(refused) not in self.warned:
+            self.warned.add(str(refused))
+            warnings.warn(f"shared_prefix: {refused} The dense graph runs.", stacklevel=2)
+
+    def _run_packed(self, values: Sequence[Any], forest: Forest) -> Any:
+        if forest.num_tokens == 1 and forest.num_columns == 1:
+            return self._run_dense(values, forest=forest, note="one token has nothing to share")
+        with LOCK:
+            form = self.packed.form(values, forest)
+        account.record(self, values, forest=forest, variant=form)
+        return form.call(values, forest)
 
     @staticmethod
     def _forest(variant: Variant, values: Sequence[Any]) -> Forest:
@@ -190,18 +259,22 @@ class Region:
 
     def _bucket(self, variant: Variant, values: Sequence[Any], forest: Forest) -> Bucket:
         sizes = self._sizes(variant, values, forest)
-        for bucket in variant.buckets:
-            if bucket.accepts(sizes):
-                return bucket
-        with self.lock:
+        found = _accepting(variant.buckets, sizes, variant.trained)
+        if found is not None:
+            return found
+        with LOCK:
+            found = _accepting(variant.buckets, sizes, variant.trained)
+            if found is not None:
+                return found
             if len(variant.buckets) >= MAX_BUCKETS:
                 raise RuntimeError(
                     f"the inner compiler specialised this graph to {MAX_BUCKETS} ranges of sizes already; sizes now are {sizes}"
                 )
             assert variant.shared is not None, "a variant without refusal is shared"
             inputs = [self._spec(variant, node, values, forest) for node in placeholders(variant.shared.graph.graph)]
-            variant.buckets.append(compile_bucket(variant.shared.graph, inputs, sizes, self.options.inner))
-            return variant.buckets[-1]
+            made = compile_bucket(variant.shared.graph, inputs, sizes, self.options.inner, variant.trained)
+            variant.buckets.append(made)
+            return made
 
     def _spec(self, variant: Variant, node: torch.fx.Node, values: Sequence[Any], forest: Forest) -> Any:
         given = input_of(node)
@@ -258,12 +331,15 @@ class Region:
         return bucket.call(*self._dense_feed(values))
 
     def _dense_bucket(self, values: Sequence[Any]) -> Bucket:
-        sizes = self._dense_sizes(values)
-        for bucket in self.dense_buckets:
-            if bucket.accepts(sizes):
-                return bucket
-        with self.lock:
-            if len(self.dense_buckets) >= MAX_BUCKETS:
+        sizes, trained = self._dense_sizes(values), trained_in(values)
+        found = _accepting(self.dense_buckets, sizes, trained)
+        if found is not None:
+            return found
+        with LOCK:
+            found = _accepting(self.dense_buckets, sizes, trained)
+            if found is not None:
+                return found
+            if sum(bucket.trained == trained for bucket in self.dense_buckets) >= MAX_BUCKETS:
                 raise RuntimeError(
                     f"the inner compiler specialised the dense graph to {MAX_BUCKETS} ranges of sizes already; sizes now are {sizes}"
                 )
@@ -277,8 +353,9 @@ class Region:
                     inputs.append(str(example.node.expr))
                 else:
                     inputs.append(value)
-            self.dense_buckets.append(compile_bucket(self.dense, inputs, sizes, self.options.inner))
-            return self.dense_buckets[-1]
+            made = compile_bucket(self.dense, inputs, sizes, self.options.inner, trained)
+            self.dense_buckets.append(made)
+            return made
 
     def _dense_sizes(self, values: Sequence[Any]) -> dict[str, int]:
         sizes: dict[str, int] = {}

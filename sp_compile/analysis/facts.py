@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from sp_compile.analysis.permutations import Integers, Numbering, Whole
 from sp_compile.ops.blocking import BLOCKED, is_blocking
 
 
@@ -37,7 +38,24 @@ class Valid:
     dim: int | None
 
 
-Condition: TypeAlias = "Atom | Valid"
+@dataclasses.dataclass(frozen=True)
+class SameChunk:
+    """The columns along two dimensions lie in one chunk of `size` columns."""
+
+    left: int
+    right: int
+    size: int
+
+
+Condition: TypeAlias = "Atom | Valid | SameChunk"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkNumber:
+    """The column number along a dimension, divided by a chunk's size and rounded down."""
+
+    dim: int
+    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +98,16 @@ class Nonzero:
 
 @dataclasses.dataclass(frozen=True)
 class Triangle:
-    """A constant square table: `lower` on and below the diagonal of its last two dimensions, `upper` above."""
+    """A constant square table: `lower` on and below the diagonal of its last two dimensions, `upper` above.
+
+    With a window, `lower` fills only the diagonal and `window - 1` places to the left of it.
+    """
 
     lower: float
     upper: float
     size: int
     cut: frozenset[int] = frozenset()
+    window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +127,22 @@ class MaskSpec:
     segments: str | None = None
 
 
-Fact: TypeAlias = "Affine | Constant | TwoValued | Nonzero | Triangle | MaskSpec"
+Fact: TypeAlias = "Affine | ChunkNumber | Constant | TwoValued | Nonzero | Triangle | MaskSpec | Integers | Numbering"
+
+
+def conditions_of(spec: MaskSpec, rank: int, boolean: bool) -> TwoValued:
+    """A library's mask [..., query, key] of a rank as conditions, so that it can be combined with others."""
+    query, key = rank - 2, rank - 1
+    found: set[Condition] = {Atom(query, key, 0)}
+    if spec.window is not None:
+        found.add(Atom(key, query, 1 - spec.window))
+    if spec.chunk is not None:
+        found.add(SameChunk(query, key, spec.chunk))
+    if spec.padding is not None:
+        found.add(Valid(spec.padding, key))
+    exact = spec.segments is None
+    visible, hidden = (1.0, 0.0) if boolean else (0.0, BLOCKED)
+    return TwoValued(frozenset(found), visible if exact else None, hidden, exact, loose=not boolean)
 
 
 def map_constant(fact: Fact | None, function: Callable[[float], float]) -> Fact | None:
@@ -217,7 +254,9 @@ def added(left: Fact | None, right: Fact | None) -> Fact | None:
     masks = [m for m in (facing(left, is_blocking), facing(right, is_blocking)) if m is not None and m.conditions]
     if exact is not None or not masks:
         return exact
-    return TwoValued(frozenset().union(*(m.conditions for m in masks)), None, -math.inf, False, loose=True)
+    # minus infinity stays so, whatever finite number is added
+    loose = any(m.loose or m.if_false != -math.inf for m in masks)
+    return TwoValued(frozenset().union(*(m.conditions for m in masks)), None, -math.inf, False, loose=loose)
 
 
 def multiplied(left: Fact | None, right: Fact | None) -> Fact | None:
@@ -290,11 +329,17 @@ def renumber(fact: Fact | None, places: Mapping[int, int]) -> Fact | None:
                 if condition.left not in places or condition.right not in places:
                     return None
                 moved.add(Atom(places[condition.left], places[condition.right], condition.bound))
+            elif isinstance(condition, SameChunk):
+                if condition.left not in places or condition.right not in places:
+                    return None
+                moved.add(SameChunk(places[condition.left], places[condition.right], condition.size))
             elif condition.dim is None or condition.dim not in places:
                 return None
             else:
                 moved.add(Valid(condition.node, places[condition.dim]))
         return dataclasses.replace(fact, conditions=frozenset(moved))
-    if isinstance(fact, Triangle):
+    if isinstance(fact, ChunkNumber):
+        return ChunkNumber(places[fact.dim], fact.size) if fact.dim in places else None
+    if isinstance(fact, Triangle) or (isinstance(fact, Whole) and dict(places) != {0: 0}):
         return None
     return fact

@@ -12,9 +12,9 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from sp_compile.analysis.facts import Nonzero, Triangle
+from sp_compile.analysis.facts import Constant, Nonzero, Triangle
 from sp_compile.analysis.layouts import COLUMN, TOKENS, UNIFORM, Layout, Symbols
-from sp_compile.capture.graphs import example_of, is_module_state, is_symbolic, placeholders
+from sp_compile.capture.graphs import blocking_number, example_of, is_module_state, is_symbolic, placeholders
 from sp_compile.errors import CannotShare, NothingToShare
 
 LARGEST_TABLE = 1 << 26
@@ -43,24 +43,36 @@ class GraphInputs:
     symbols: Symbols
     fakes: list[Any]
     layouts: list[Layout | None]
-    sizes: TokenSizes
+    token_sizes: TokenSizes | None
     constants_read: dict[int, Stamp]
+
+    @property
+    def sizes(self) -> TokenSizes:
+        """Where to read B and L; packed inputs have none, their sizes are those of the forest."""
+        assert self.token_sizes is not None, "asked of dense inputs only"
+        return self.token_sizes
 
 
 def constants_hold(inputs: GraphInputs, values: Sequence[Any]) -> bool:
     """Whether constant tables still hold what the analysis read in them; they are read again only if they were written to or replaced."""
     for number, stamp in inputs.constants_read.items():
-        now = _stamp(values[number])
+        now = stamp_of(values[number])
         if now == stamp and now[1] >= 0:
             continue
         layout = inputs.layouts[number]
-        if layout is None or _triangle(values[number]) != layout.fact:
+        if layout is None or not _still(values[number], layout):
             return False
         inputs.constants_read[number] = now
     return True
 
 
-def _stamp(value: torch.Tensor) -> Stamp:
+def _still(value: torch.Tensor, layout: Layout) -> bool:
+    if isinstance(layout.fact, Constant):
+        return bool((value == layout.fact.value).all())
+    return read_triangle(value) == layout.fact
+
+
+def stamp_of(value: torch.Tensor) -> Stamp:
     return value.data_ptr(), -1 if value.is_inference() else value._version
 
 
@@ -85,20 +97,19 @@ def find_token_input(graph: torch.fx.Graph) -> int:
     if not found:
         given = [example_of(node) for node in nodes if not is_module_state(node)]
         if any(is_single(value) for value in given):
-            raise NothingToShare("one row, or one column, has no prefix in common with another")
+            raise NothingToShare("one row, or one or two columns, which torch takes for constants, have next to nothing to share")
         raise no_token_input()
     embedded = [n for n in found if any("embedding" in str(user.target) for user in nodes[n].users)]
     return (embedded or found)[0]
 
 
 def is_single(value: object) -> bool:
-    """Whether a value looks like token ids of one row or one column."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dim() == 2
-        and not value.is_floating_point()
-        and any(s == 1 for s in value.shape if isinstance(s, int))
-    )
+    """Whether a value looks like token ids of no or one row or column, or of two columns: one may be cut off for labels, and then the
+    other is a constant too."""
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.is_floating_point():
+        return False
+    rows, columns = value.shape
+    return (not is_symbolic(rows) and int(rows) <= 1) or (not is_symbolic(columns) and int(columns) <= 2)
 
 
 def no_token_input() -> CannotShare:
@@ -115,7 +126,11 @@ def static_refusal(graph: torch.fx.Graph, values: Sequence[Any]) -> tuple[Cannot
     One row, or one column, has nothing to share; that is no mistake of the user's.
     """
     given = [value for node, value in zip(placeholders(graph), values, strict=True) if not is_module_state(node)]
-    wide = [value for value in given if isinstance(value, torch.Tensor) and value.dim() >= 2 and min(value.shape[:2]) > 1]
+    wide = [
+        value
+        for value in given
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and min(value.shape[:2]) > 1 and not is_single(value)
+    ]
     if any(value.dim() == 2 and not value.is_floating_point() for value in wide):
         advice = "Leave the dynamic argument of torch.compile at its default, and mark no size of the token inputs as static."
         return CannotShare("rows and columns are static in this graph", advice=advice), True
@@ -147,7 +162,7 @@ def read_inputs(graph: torch.fx.Graph, values: Sequence[Any]) -> GraphInputs:
     mode.cache_enabled = False  # its keys cost more than what it saves in a graph whose sizes are all symbols
     made: dict[Any, torch.SymInt] = {}
     ties: dict[str, list[tuple[int, int]]] = {"B": [], "L": []}
-    batch, length = _symbol(env, "B", max(rows, 2)), _symbol(env, "L", max(columns, 2))
+    batch, length = make_symbol(env, "B", max(rows, 2)), make_symbol(env, "L", max(columns, 2))
     made[_expr(shape[0])], made[_expr(shape[1])] = batch, length
 
     def size_of(number: int, dim: int, size: int | torch.SymInt, real: int) -> int | torch.SymInt:
@@ -160,7 +175,7 @@ def read_inputs(graph: torch.fx.Graph, values: Sequence[Any]) -> GraphInputs:
             elif real == columns:
                 made[expr] = length
             elif expr.is_Symbol:
-                made[expr] = _symbol(env, str(expr), max(real, 2))
+                made[expr] = make_symbol(env, str(expr), max(real, 2))
             else:
                 raise CannotShare(f"input {nodes[number].name} has the computed size {expr} in dimension {dim}")
         chosen = made[expr]
@@ -181,14 +196,14 @@ def read_inputs(graph: torch.fx.Graph, values: Sequence[Any]) -> GraphInputs:
     for number, node in enumerate(nodes):
         example = example_of(node)
         if number in tensors:
-            fake = _fake(mode, example, values[number], tensors[number])
+            fake = make_fake(mode, example, values[number], tensors[number])
             layout = _layout(node, fake, values[number], symbols)
-            if isinstance(layout.fact, Triangle):
-                read[number] = _stamp(values[number])
+            if isinstance(layout.fact, Triangle | Constant):
+                read[number] = stamp_of(values[number])
             fakes.append(fake)
             layouts.append(layout)
         elif isinstance(example, torch.SymInt):
-            fakes.append(made[_expr(example)] if _expr(example) in made else _other(env, made, example, values[number]))
+            fakes.append(made[_expr(example)] if _expr(example) in made else other_size(env, made, example, values[number]))
             layouts.append(None)
         else:
             fakes.append(example if not isinstance(example, torch.SymFloat) else values[number])
@@ -201,7 +216,7 @@ def _expr(size: Any) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
 
 
-def _symbol(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+def make_symbol(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
     source = ConstantSource(f"sp_{name}")
     symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
     made = env.create_symintnode(symbol, hint=hint, source=source)
@@ -209,15 +224,15 @@ def _symbol(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
     return made
 
 
-def _other(env: ShapeEnv, made: dict[Any, torch.SymInt], example: torch.SymInt, value: Any) -> torch.SymInt | int:
+def other_size(env: ShapeEnv, made: dict[Any, torch.SymInt], example: torch.SymInt, value: Any) -> torch.SymInt | int:
     if not is_symbolic(example):
         return int(example)
     hint = value.node.hint if isinstance(value, torch.SymInt) else int(value)
-    made[_expr(example)] = _symbol(env, str(_expr(example)), max(int(hint), 2))
+    made[_expr(example)] = make_symbol(env, str(_expr(example)), max(int(hint), 2))
     return made[_expr(example)]
 
 
-def _fake(mode: FakeTensorMode, example: torch.Tensor, value: torch.Tensor, sizes: list[int | torch.SymInt]) -> torch.Tensor:
+def make_fake(mode: FakeTensorMode, example: torch.Tensor, value: torch.Tensor, sizes: list[int | torch.SymInt]) -> torch.Tensor:
     with mode:
         if any(isinstance(size, torch.SymInt) for size in sizes):
             fake = torch.empty(sizes, dtype=value.dtype, device=value.device)
@@ -231,7 +246,7 @@ def _layout(node: torch.fx.Node, fake: torch.Tensor, value: torch.Tensor, symbol
     dims = tuple(symbols.dim(size) for size in fake.shape)
     layout = Layout(dims, UNIFORM, entry=not value.requires_grad)
     if not layout.has_tokens:
-        return layout.with_(fact=_triangle(value))
+        return layout.with_(fact=read_constant(node, value))
     if value.requires_grad:
         raise CannotShare(
             f"input {node.name} {list(fake.shape)} has one value per row and requires grad",
@@ -244,16 +259,26 @@ def _layout(node: torch.fx.Node, fake: torch.Tensor, value: torch.Tensor, symbol
     return layout.with_(reach=TOKENS, entry=True, fact=fact)
 
 
-def _triangle(value: torch.Tensor) -> Triangle | None:
-    """A constant causal table such as `tril(ones(N, N))` registered as a buffer."""
+def read_constant(node: torch.fx.Node, value: torch.Tensor) -> Triangle | Constant | None:
+    """What a constant input holds, if it serves to mask attention."""
+    number = blocking_number(node, value)
+    return Constant(number) if number is not None else read_triangle(value)
+
+
+def read_triangle(value: torch.Tensor) -> Triangle | None:
+    """A constant causal table such as `tril(ones(N, N))` registered as a buffer, or the band of a sliding window."""
     if value.dim() < 2 or value.shape[-1] != value.shape[-2] or value.shape[-1] < 2 or value.requires_grad:
         return None
     if value.numel() > LARGEST_TABLE or value.numel() != value.shape[-1] ** 2 or value.dtype.is_complex:
         return None
     table = value.detach().reshape(value.shape[-1], value.shape[-1])
-    lower, upper = table[1, 0].item(), table[0, 1].item()
-    expected = torch.full_like(table, upper)
-    expected = torch.where(torch.ones_like(table, dtype=torch.bool).tril(), torch.full_like(table, lower), expected)
+    lower, upper = table[0, 0].item(), table[0, 1].item()
+    others = (table[:, 0] != lower).nonzero()
+    window = int(others[0]) if len(others) else None
+    kept = torch.ones_like(table, dtype=torch.bool).tril()
+    if window is not None:
+        kept = kept.triu(1 - window)
+    expected = torch.where(kept, torch.full_like(table, lower), torch.full_like(table, upper))
     if lower == upper or not torch.equal(table, expected):
         return None
-    return Triangle(float(lower), float(upper), int(table.shape[0]))
+    return Triangle(float(lower), float(upper), int(table.shape[0]), window=window)

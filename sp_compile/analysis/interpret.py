@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,15 +17,16 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from sp_compile import capture
 from sp_compile.analysis import sites
+from sp_compile.analysis.custom_gradients import is_linear
 from sp_compile.analysis.inputs import GraphInputs
 from sp_compile.analysis.layouts import Kind, Layout, Reach, Reason, Symbols
 from sp_compile.analysis.memory import Storage, displaces, fills, returns_written, storage_of, written
+from sp_compile.analysis.refusals import refusal, source_line
 from sp_compile.analysis.rules import Call, NotPackable, judge
+from sp_compile.analysis.rules.registry import require_moved_only
 from sp_compile.analysis.sizes import Use, uses
 from sp_compile.capture.graphs import placeholders
-from sp_compile.errors import CannotShare
 
 
 @dataclasses.dataclass
@@ -41,6 +41,7 @@ class NodeInfo:
         writes: storages the node mutates.
         body: the analysis of a higher-order op's body.
         attention: what an attention layer computes, if it can be shared.
+        segments: node of the positions whose jumps, along each row, are counted by this node; for packed inputs.
     """
 
     value: Any = None
@@ -52,6 +53,7 @@ class NodeInfo:
     storages: set[int] = dataclasses.field(default_factory=set)
     body: Analysis | None = None
     attention: sites.AttentionCall | None = None
+    segments: str | None = None
 
     @property
     def tensors(self) -> list[Layout]:
@@ -173,6 +175,7 @@ class LayoutMode(TorchDispatchMode):
             given = rule(call)
             results = list(given) if isinstance(given, list | tuple) else [given]
             results = [layout.with_(why=layout.why or why) if layout.is_rows else layout for layout in results]
+            require_moved_only(results)
             self._check_per_row(call, results)
         except NotPackable as refused:
             found = self.reason(refused.text, call.func, refused.advice or ADVICE)
@@ -187,7 +190,11 @@ class LayoutMode(TorchDispatchMode):
     def _check_per_row(self, call: Call, results: list[Layout]) -> None:
         for layout in results:
             axes = {axis.value for _, axis in layout.axes}
-            if layout.reach.kind == Kind.TOKENS and "B" not in axes:
+            if self.symbols.packed:
+                if layout.reach.kind == Kind.TOKENS and not layout.has_tokens:
+                    raise NotPackable("one value is made of all tokens at once, each of which stands for several rows")
+                continue
+            if layout.reach.kind == Kind.TOKENS and "B" not in axes and not layout.sorted:
                 raise NotPackable("the tokens of one row are used for all rows")
             if layout.reach.kind == Kind.TOKENS and axes == {"B"} and not layout.has_spans:
                 raise NotPackable("one value per row has no place among shared tokens", dense=layout if layout.entry else None)
@@ -288,7 +295,7 @@ class _Runner(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in sites.RULES:
-            return sites.apply(target, self.mode, self.n_args(), args, kwargs)
+            return sites.apply(target, self.mode, self.n_args(), args, kwargs, self.found)
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._higher_order(target, args, kwargs)
         return super().call_function(target, args, kwargs)
@@ -306,8 +313,32 @@ class _Runner(torch.fx.Interpreter):
             self.mode.info.body = Analysis(bodies[0].graph, None, self.mode.symbols, inner.found)
             self.mode.info.writes.update(*(info.writes for info in inner.found.values()))
             return result
-        result = super().call_function(target, args, kwargs)
-        why = self.mode.reason("a higher-order op has no rule", target)
+        if str(target) == "autograd_function_apply" and len(bodies) == 2:
+            return self._custom_function(target, bodies[0], bodies[1], args[2:])
+        return self._unshared(super().call_function(target, args, kwargs), self.mode.reason("a higher-order op has no rule", target))
+
+    def _custom_function(self, target: Any, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, args: Any) -> Any:
+        """A function with a written backward is an op on tokens if both bodies are, and the backward is linear in the gradient."""
+        inner = _Runner(forward, self.mode, self.fake_mode)
+        results, saved = inner.run(*args)
+        gradients = [torch.empty_like(result) for result in results]
+        for result, gradient in zip(results, gradients, strict=True):
+            self.mode.give(gradient, self.mode.layout_of(result).with_(fact=None, entry=False))
+        outer = _Runner(backward, self.mode, self.fake_mode)
+        given = outer.run(*gradients, *saved)
+        infos = [*inner.found.values(), *outer.found.values()]
+        why = next((info.failure for info in infos if info.failure), None)
+        if why is None and any(info.writes or info.numbers or info.attention for info in infos):
+            why = self.mode.reason("a function with a written backward writes in place, or counts rows or columns", target)
+        layouts = [[self.mode.layout_of(t).dims for t in pair if isinstance(t, torch.Tensor)] for pair in zip(args, given, strict=False)]
+        if why is None and any(len(pair) == 2 and pair[0] != pair[1] for pair in layouts):
+            why = self.mode.reason("a written backward sums over tokens", target)
+        if why is None and not is_linear(backward, len(gradients)):
+            text = "a written backward is not known to be linear in the gradient, which is summed over rows for shared tokens"
+            why = self.mode.reason(text, target, "Use ops that torch differentiates.")
+        return results if why is None else self._unshared(results, why)
+
+    def _unshared(self, result: Any, why: Reason) -> Any:
         self.mode.fail(why)
 
         def mark(value: Any) -> Any:
@@ -367,33 +398,3 @@ def preserved_global_state() -> Any:
         for device, (enabled, dtype) in autocast.items():
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
-
-
-_ADVICE = "Only causal attention may mix tokens before the last attention layer: move the op behind it, or out of the compiled model."
-
-
-def refusal(why: Reason) -> CannotShare:
-    return CannotShare(why.text, op=why.op, node=why.node, source=why.source, advice=why.advice or _ADVICE)
-
-
-_NOT_THE_USERS = tuple(f'File "{folder}{os.sep}' for folder in (os.path.dirname(torch.__file__), os.path.dirname(capture.__file__)))
-"""Beginnings of the stack lines of code that only carries out what the user's code asked for."""
-
-
-def source_line(node: torch.fx.Node | None) -> str:
-    """`file:line, in function` of the user's code that made a node, or an empty string."""
-    text = node.meta.get("stack_trace") if node is not None else None
-    if not text:
-        return ""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip().startswith("File ")]
-    lines = [line for line in lines if not line.startswith(_NOT_THE_USERS)] or lines
-    if not lines:
-        return ""
-    place = lines[-1]
-    file, _, rest = place[len('File "') :].partition('", line ')
-    number, _, function = rest.partition(", in ")
-    return f"{file}:{number}" + (f", in {function}" if function else "")
-
-
-def flat_layouts(infos: Sequence[NodeInfo]) -> list[Layout]:
-    return [layout for info in infos for layout in info.tensors]

@@ -15,6 +15,7 @@ import sympy
 import torch
 
 from sp_compile.analysis.facts import Fact
+from sp_compile.analysis.permutations import Numbering, Permuted
 
 
 class Axis(enum.Enum):
@@ -37,7 +38,7 @@ class Span:
         return f"<{self.size}>"
 
 
-Factor: TypeAlias = "Axis | Span | int | sympy.Expr"
+Factor: TypeAlias = "Axis | Span | Permuted | int | sympy.Expr"
 Dim: TypeAlias = tuple[Factor, ...]
 Dims: TypeAlias = tuple[Dim, ...]
 
@@ -48,7 +49,8 @@ class Kind(enum.IntEnum):
     UNIFORM = 0  # does not depend on tokens
     COLUMN = 1  # depends on the column number alone
     TOKENS = 2  # depends on the row's tokens through column l + shift
-    ROWS = 3  # nothing is known: one value per row and column
+    PLACES = 3  # tells where sorted tokens stand: other numbers on physical tokens, and no values of them
+    ROWS = 4  # nothing is known: one value per row and column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Reach:
 UNIFORM = Reach(Kind.UNIFORM)
 COLUMN = Reach(Kind.COLUMN)
 TOKENS = Reach(Kind.TOKENS)
+PLACES = Reach(Kind.PLACES)
 ROWS = Reach(Kind.ROWS)
 
 
@@ -123,12 +126,22 @@ class Layout:
         return self.reach.kind == Kind.ROWS
 
     @property
+    def packable(self) -> bool:
+        """Whether an op on physical tokens may give this value."""
+        return not self.has_spans and (self.reach.shared or (self.reach.kind is Kind.PLACES and isinstance(self.fact, Numbering)))
+
+    @property
+    def sorted(self) -> bool:
+        """Whether the value belongs to tokens in another order, which is one on rows and another one on physical tokens."""
+        return self.reach.kind is Kind.PLACES or any(isinstance(f, Permuted) for dim in self.dims for f in dim)
+
+    @property
     def axes(self) -> list[tuple[int, Axis]]:
         return [(i, f) for i, dim in enumerate(self.dims) for f in dim if isinstance(f, Axis)]
 
     @property
     def has_tokens(self) -> bool:
-        return any(isinstance(f, Axis | Span) for dim in self.dims for f in dim)
+        return any(isinstance(f, Axis | Span | Permuted) for dim in self.dims for f in dim)
 
     @property
     def has_spans(self) -> bool:
@@ -149,7 +162,7 @@ class Layout:
         return self.reach.moved(by if len(self.column_like) == 1 else max(by, 0))
 
     def token_dim(self, index: int) -> bool:
-        return any(isinstance(f, Axis | Span) for f in self.dims[index])
+        return any(isinstance(f, Axis | Span | Permuted) for f in self.dims[index])
 
     def with_(self, **changes: Any) -> Layout:
         return dataclasses.replace(self, **changes)
@@ -161,10 +174,19 @@ def rows(why: Reason, *, entry: bool = False) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Symbols:
-    """The two symbols of the analysed graph: rows B and columns L."""
+    """The two symbols of the analysed graph: rows B and columns L.
+
+    `packed` says that the caller holds packed values: the batch dimension of every token value is one, and L columns are T tokens.
+    """
 
     batch: sympy.Symbol
     columns: sympy.Symbol
+    packed: bool = False
+
+    @property
+    def rows_dim(self) -> Dim:
+        """The batch dimension of a value with one entry per token."""
+        return () if self.packed else (Axis.BATCH,)
 
     def mentions(self, value: object) -> bool:
         """Whether a size or number depends on B or L."""
@@ -197,6 +219,8 @@ class Symbols:
             return self.columns
         if isinstance(factor, Span):
             return factor.size
+        if isinstance(factor, Permuted):
+            return self.size(factor.inner)
         return sympy.sympify(factor)
 
     def size(self, dim: Dim) -> sympy.Expr:
@@ -204,6 +228,13 @@ class Symbols:
         for factor in dim:
             result = result * self.expr(factor)
         return result
+
+
+def covers_tokens(dim: Dim, symbols: Symbols) -> bool:
+    """Whether a dimension holds every token of the batch, a number of times each."""
+    axes = [factor for factor in dim if not isinstance(factor, int)]
+    wanted = [Axis.COLUMNS] if symbols.packed else [Axis.BATCH, Axis.COLUMNS]
+    return sorted(map(repr, axes)) == sorted(map(repr, wanted))
 
 
 def as_size(expr: sympy.Expr) -> int | sympy.Expr:

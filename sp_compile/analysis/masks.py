@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 
-from sp_compile.analysis.facts import Atom, MaskSpec, Nonzero, TwoValued, Valid, facing
-from sp_compile.analysis.layouts import Axis, Kind, Layout
+from sp_compile.analysis.facts import Atom, MaskSpec, Nonzero, SameChunk, TwoValued, Valid, facing
+from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout
 from sp_compile.ops.blocking import is_blocking
 
 
@@ -20,6 +21,8 @@ class AttentionMask:
         padding: node whose nonzero elements are real keys, one per token.
         segments: node with one document number per token.
         matrix: node of a (query, key) mask that has to be carried element by element.
+        finite: hidden keys have finite scores, so that a query without visible keys sees all of them alike, later ones included.
+        told: window, chunk and padding say all about what is hidden; else the matrix may hide more.
     """
 
     window: int | None = None
@@ -27,13 +30,15 @@ class AttentionMask:
     padding: str | None = None
     segments: str | None = None
     matrix: str | None = None
+    finite: bool = False
+    told: bool = True
 
 
 class NotCausal(Exception):
     """The mask is not proved to hide later columns."""
 
 
-def read_mask(name: str | None, layout: Layout | None, is_causal: bool, is_bool: bool) -> AttentionMask:
+def read_mask(name: str | None, layout: Layout | None, is_causal: bool, is_bool: bool, rows: Dim = (Axis.BATCH,)) -> AttentionMask:
     """The structure of the mask that an attention call was given.
 
     Args:
@@ -41,6 +46,7 @@ def read_mask(name: str | None, layout: Layout | None, is_causal: bool, is_bool:
         layout: its layout.
         is_causal: whether the call itself hides later columns.
         is_bool: whether the mask is boolean (True = visible) rather than additive.
+        rows: the batch dimension of a value with one entry per token.
 
     Raises:
         NotCausal: causality is not proved, or the mask differs between rows that share tokens.
@@ -54,10 +60,10 @@ def read_mask(name: str | None, layout: Layout | None, is_causal: bool, is_bool:
         raise NotCausal(f"the attention mask differs between rows that share tokens: {text}")
     if isinstance(layout.fact, MaskSpec):
         spec = layout.fact
-        return AttentionMask(spec.window, spec.chunk, spec.padding, spec.segments)
+        return AttentionMask(spec.window, spec.chunk, spec.padding, spec.segments, finite=not is_bool)
     rank = len(layout.dims)
     columns = layout.columns_dims
-    if rank == 2 and [a for _, a in layout.axes] == [Axis.BATCH, Axis.COLUMNS] and is_causal:
+    if layout.dims == (rows, (Axis.COLUMNS,)) and is_causal:
         return AttentionMask(padding=name)
     if rank >= 2 and columns == [rank - 2, rank - 1]:
         return _pairwise(name, layout, is_causal, is_bool)
@@ -72,28 +78,34 @@ def _pairwise(name: str, layout: Layout, is_causal: bool, is_bool: bool) -> Atte
     if any(layout.token_dim(d) for d in range(rank - 2) if (rank, d) != (4, 0)) or rank > 4:
         raise NotCausal(f"an attention mask of layout {layout.dims} is not [batch, heads, queries, keys]")
     fact = facing(layout.fact, operator.not_ if is_bool else is_blocking)
+    finite = not is_bool and not (fact is not None and fact.if_false == -math.inf and not fact.loose)
     if fact is None:
         if is_causal:
-            return AttentionMask(matrix=name)
+            return AttentionMask(matrix=name, finite=finite, told=False)
         raise NotCausal("the attention mask is not proved to hide later columns")
     visible = 1.0 if is_bool else 0.0
     if not is_causal and not any(isinstance(c, Atom) and c.left == query and c.right == key and c.bound >= 0 for c in fact.conditions):
         raise NotCausal("the attention mask lets a token see later columns")
-    if not fact.exact or fact.if_true != visible:
-        return AttentionMask(matrix=name)
     window: int | None = None
+    chunk: int | None = None
     padding: str | None = None
+    known = fact.exact and fact.if_true == visible
     for condition in fact.conditions:
         if isinstance(condition, Atom) and (condition.left, condition.right) == (query, key) and condition.bound == 0:
             continue
         if isinstance(condition, Atom) and (condition.left, condition.right) == (key, query) and condition.bound <= 0:
             width = 1 - condition.bound
             window = width if window is None else min(window, width)
+        elif isinstance(condition, SameChunk) and {condition.left, condition.right} == {query, key} and chunk in (None, condition.size):
+            chunk = condition.size
         elif isinstance(condition, Valid) and condition.dim == key and padding in (None, condition.node):
             padding = condition.node
         else:
-            return AttentionMask(matrix=name)
-    return AttentionMask(window=window, padding=padding)
+            known = False
+    if known:
+        return AttentionMask(window, chunk, padding, finite=finite)
+    # what the matrix hides by itself is told as well: it lets padding be dropped, and far keys be skipped
+    return AttentionMask(window, chunk, padding, matrix=name, finite=finite, told=False)
 
 
 def _keys_only(name: str, layout: Layout, is_bool: bool) -> AttentionMask:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.fx
 
+from sp_compile.analysis.addends import mask_and_bias
 from sp_compile.analysis.facts import Affine, Constant, MaskSpec
 from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout, Reach, Reason
 from sp_compile.analysis.masks import AttentionMask, NotCausal, read_mask
@@ -24,6 +26,7 @@ class Site:
     name_of: NameOf
     given: dict[str, Any]
     op: str
+    found: Mapping[torch.fx.Node, Any]
 
     def layout(self, name: str) -> Layout | None:
         value = self.given.get(name)
@@ -76,24 +79,34 @@ def _attention(site: Site, heads_first: bool) -> Layout:
             return _refuse(site, f"the {name} of an attention layer is not shared", layout.why)
         if not layout.reach.shared:
             return _refuse(site, f"the {name} of an attention layer looks ahead of its own column")
-        if not _attention_dims(layout):
+        if not _attention_dims(layout, site.mode.symbols.rows_dim):
             return _refuse(site, f"the {name} of an attention layer is not [batch, heads, tokens, width] but {list(layout.dims)}")
     if site.given.get("dropout"):
         return _refuse(site, "attention dropout draws random numbers per token", advice="Set attention dropout to 0, or call eval().")
-    given, mask_value = site.given, site.given["mask"]
+    given = site.given
+    if given.get("bias") is None and isinstance(given["mask"], torch.Tensor):
+        given["mask"], given["bias"] = mask_and_bias(site.mode, site.name_of(given["mask"]), site.found) or (given["mask"], None)
+    mask_value = given["mask"]
     names = {name: site.name_of(given[name]) for name in ("q", "k", "v", "mask", "sinks", "bias") if given.get(name) is not None}
     heads, width = q.dims[1], v.dims[3]
-    if given.get("enable_gqa") is False and k.dims[1] != heads:
+    if given.get("enable_gqa") is False and k.dims[1] not in (heads, ()):
         return _refuse(site, f"{heads} query heads meet {k.dims[1]} key heads without enable_gqa")
+    if k.dims[1] != v.dims[1] or (heads == () and k.dims[1] != ()):
+        return _refuse(site, f"{heads} query heads meet {k.dims[1]} key heads and {v.dims[1]} value heads")
     bias = site.layout("bias")
     if bias is not None and (bias.is_rows or not bias.reach.shared):
         return _refuse(site, "the bias of an attention layer is not shared", bias.why)
     try:
         mask = read_mask(
-            names.get("mask"), site.layout("mask"), bool(given["is_causal"]), mask_value is not None and mask_value.dtype == torch.bool
+            names.get("mask"),
+            site.layout("mask"),
+            bool(given["is_causal"]),
+            mask_value is not None and mask_value.dtype == torch.bool,
+            site.mode.symbols.rows_dim,
         )
     except NotCausal as refused:
         return _refuse(site, str(refused), advice="Only causal attention can be shared.")
+    mask = dataclasses.replace(mask, finite=mask.finite or bool(given.get("finite")))
     scale = given.get("scale")
     site.mode.info.attention = AttentionCall(
         q=names["q"], k=names["k"], v=names["v"], mask=mask, sinks=names.get("sinks"), bias=names.get("bias"),  # type: ignore[arg-type]
@@ -102,13 +115,13 @@ def _attention(site: Site, heads_first: bool) -> Layout:
     )  # fmt: skip
     reach = q.reach.join(k.reach).join(v.reach)
     order: tuple[Dim, ...] = (heads, (Axis.COLUMNS,)) if heads_first else ((Axis.COLUMNS,), heads)
-    return Layout(((Axis.BATCH,), *order, width), reach)
+    return Layout((site.mode.symbols.rows_dim, *order, width), reach)
 
 
-def _attention_dims(layout: Layout) -> bool:
+def _attention_dims(layout: Layout, rows: Dim) -> bool:
     return (
         len(layout.dims) == 4
-        and layout.dims[0] == (Axis.BATCH,)
+        and layout.dims[0] == rows
         and layout.dims[2] == (Axis.COLUMNS,)
         and not (layout.token_dim(1) or layout.token_dim(3))
     )
@@ -140,6 +153,9 @@ def segments(site: Site) -> Layout:
     assert dense is not None, "segments_site takes a tensor"
     assert positions is not None, "segments_site takes positions"
     fact = positions.fact
+    if site.mode.symbols.packed and positions.has_tokens and positions.reach.shared:
+        site.mode.info.segments = site.name_of(site.given["position_ids"])
+        return Layout(dense.dims, positions.reach)
     counted = isinstance(fact, Affine) and not fact.batch and [c for _, c in fact.coefficients] == [1]
     return dense.with_(fact=Constant(0.0) if counted else None)
 
@@ -177,7 +193,9 @@ def named(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     return given
 
 
-def apply(target: Any, mode: Any, name_of: NameOf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def apply(
+    target: Any, mode: Any, name_of: NameOf, args: tuple[Any, ...], kwargs: dict[str, Any], found: Mapping[torch.fx.Node, Any]
+) -> torch.Tensor:
     """Run a marker or an attention function: its value is a fresh tensor of the right shape, its layout what the rule says."""
     given = named(target, args, kwargs)
     if "dense" not in given:
@@ -190,6 +208,6 @@ def apply(target: Any, mode: Any, name_of: NameOf, args: tuple[Any, ...], kwargs
             given["dense"] = given["dense"].transpose(-2, -3)
     value: torch.Tensor = given["dense"].clone()
     mode.info.failure, mode.info.shapes, mode.info.numbers = None, False, False
-    site = Site(mode, name_of, given, str(target))
+    site = Site(mode, name_of, given, str(target), found)
     mode.give(value, RULES[target](site))
     return value

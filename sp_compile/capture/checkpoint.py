@@ -2,6 +2,9 @@
 
 Nodes of a checkpointed body get the tags that torch's own higher-order op would put on what they trace to, so that AOTAutograd's
 partitioner recomputes them in backward; sharing thus sees one flat graph and the memory behaviour stays.
+
+A selective checkpoint decides per ATen op, which such a graph does not have. Its nodes are tagged with its policy, and
+`selective.outline` puts them into a body of torch's op again once the rewrite is done.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ import torch.fx
 from torch._higher_order_ops.wrap import uid
 from torch.utils.checkpoint import CheckpointPolicy
 
-from sp_compile.errors import CannotShare
+from sp_compile.capture.selective import POLICY, Selective
 
-TAGS = ("recompute", "ac_graph_id")
+TAGS = ("recompute", "ac_graph_id", POLICY)
 _WRAPPERS = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
 
 
@@ -29,11 +32,7 @@ def copy_tags(source: torch.fx.Node, target: torch.fx.Node) -> None:
 
 
 def inline_checkpoints(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A graph without transparent wrappers; the same module if it has none.
-
-    Raises:
-        CannotShare: a wrapper with its own policy (selective checkpointing), whose choice is made per ATen op.
-    """
+    """A graph without transparent wrappers; the same module if it has none."""
     if not any(_body(module, node) is not None for node in module.graph.nodes):
         return module
     flat = torch.fx.GraphModule(module, torch.fx.Graph())
@@ -91,15 +90,12 @@ class _Writer:
         return made
 
     def _inline(self, body: torch.fx.GraphModule, node: torch.fx.Node, at: Callable[[torch.fx.Node], Any], outer: dict[str, Any]) -> Any:
-        if "_checkpoint_context_fn" in body.meta:
-            raise CannotShare(
-                "selective activation checkpointing chooses per ATen op, which the rewritten graph does not have",
-                op=str(node.target),
-                node=node.name,
-                advice="Use plain checkpointing (no context_fn).",
-            )
-        checkpointed = str(node.target) != "wrap"
-        tags = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(uid)} if checkpointed else outer
+        if str(node.target) == "wrap":
+            tags = outer
+        elif "_checkpoint_context_fn" in body.meta:
+            tags = {POLICY: Selective(next(uid), body.meta["_checkpoint_context_fn"], dict(node.kwargs))}
+        else:
+            tags = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(uid)}
         inputs = [torch.fx.map_arg(a, at) for a in node.args[1:]]
         env: dict[torch.fx.Node, Any] = {}
         given = iter(inputs)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from sp_compile.ops.blocking import is_blocking
 
 
 def placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -36,6 +40,16 @@ def static_token_inputs(graph: torch.fx.Graph) -> list[int]:
     return found
 
 
+def blocking_number(node: torch.fx.Node, value: object) -> float | None:
+    """What a buffer of one number holds, if as an attention score it hides a key: such as the `masked_bias` of GPT-2's first versions."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.requires_grad or not value.is_floating_point():
+        return None
+    if not is_module_state(node) or isinstance(value, FakeTensor):
+        return None
+    number = float(value.detach())
+    return number if is_blocking(number) else None
+
+
 def is_module_state(node: torch.fx.Node) -> bool:
     """Whether an input is a parameter or buffer of a module."""
     base = getattr(node, "_dynamo_source", None)
@@ -49,3 +63,10 @@ def is_module_state(node: torch.fx.Node) -> bool:
             return True
         base = getattr(base, "base", None)
     return False
+
+
+def token_dims(sizes: Sequence[int], tokens: int) -> list[int]:
+    """The dimensions of an input that run over T tokens: the first of that size, or the last two of a (query, key) matrix."""
+    found = [dim for dim, size in enumerate(sizes) if size == tokens]
+    rank = len(sizes)
+    return [rank - 2, rank - 1] if rank >= 3 and found[-2:] == [rank - 2, rank - 1] and set(sizes[:-2]) <= {1} else found[:1]

@@ -17,14 +17,14 @@ import torch.fx
 import torch.fx.experimental._config as fx_config
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from sp_compile.capture.graphs import example_of, is_symbolic, placeholders, static_token_inputs
+from sp_compile.capture.graphs import example_of, is_module_state, is_symbolic, placeholders, static_token_inputs, token_dims
 from sp_compile.errors import UnsupportedVersion
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices", "_has_dynamo_dim_marking")
 _state = threading.local()
 
 
-def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = False) -> None:
+def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = False, tokens: int | None = None) -> None:
     """Returns if the capture is symbolic or cannot be; else restarts Dynamo's trace once.
 
     A call with one row, or one column, or a second static capture in a row, stays static.
@@ -33,8 +33,12 @@ def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = 
         graph: the captured graph.
         values: its inputs.
         again: trace again even if the capture is symbolic (new polyfills were installed after it began).
+        tokens: T if the inputs are packed, else None.
     """
     was_restart = finish_restart()
+    if tokens is not None:
+        _ensure_symbolic_tokens(graph, values, again, tokens, was_restart)
+        return
     symbolic = any(is_symbolic(example_of(node)) for node in placeholders(graph))
     alike = any(_rows_and_columns_alike(example_of(node)) for node in placeholders(graph))
     marked = {
@@ -45,26 +49,43 @@ def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = 
     fixed = _fixed_tokens(graph, marked)
     if was_restart or (symbolic and not again and not alike and not fixed):
         return
+    if symbolic and not fixed:
+        raise _retrace([], "capture again with polyfills, or with one symbol per size")
+    if not fixed:
+        return
+    rows, columns = fixed[0].shape
+    chosen = [(t, [d for d, size in enumerate(t.shape) if size > 1 and size in (rows, columns)]) for t in marked.values()]
+    raise _retrace(chosen, "capture rows and columns as symbols")
+
+
+def _ensure_symbolic_tokens(graph: torch.fx.Graph, values: Sequence[Any], again: bool, tokens: int, was_restart: bool) -> None:
+    """The same for inputs that are packed: one row of T tokens."""
+    chosen: list[tuple[torch.Tensor, list[int]]] = []
+    fixed = False
+    for number, node in enumerate(placeholders(graph)):
+        example, value = example_of(node), values[number]
+        if isinstance(example, torch.Tensor) and isinstance(value, torch.Tensor) and not is_module_state(node):
+            dims = token_dims(value.shape, tokens) if tokens > 1 else []
+            chosen.append((value, dims))
+            fixed = fixed or any(not is_symbolic(example.shape[dim]) for dim in dims)
+    if not was_restart and (fixed or again):
+        raise _retrace(chosen, "capture the number of tokens as a symbol")
+
+
+def _retrace(chosen: Sequence[tuple[torch.Tensor, Sequence[int]]], reason: str) -> Exception:
+    """Marks dimensions as dynamic until the next capture, and gives the exception that starts it."""
     handler: Any = torch._dynamo.callback.callback_handler
     if finish_restart not in handler.end_callbacks:
         # a retrace that never reaches the backend must not leave marks or settings behind
         handler.register_end_callback(finish_restart)
-    if symbolic and not fixed:
-        _state.pending = ([], fx_config.use_duck_shape)
-        fx_config.use_duck_shape = False
-        raise _restart("capture again with polyfills, or with one symbol per size")
-    if not fixed:
-        return
-    rows, columns = fixed[0].shape
     kept: list[tuple[torch.Tensor, dict[str, Any]]] = []
-    for tensor in marked.values():
+    for tensor, dims in chosen:
         kept.append((tensor, {name: copy.copy(getattr(tensor, name)) for name in _MARKS if hasattr(tensor, name)}))
-        for dim, size in enumerate(tensor.shape):
-            if size > 1 and size in (rows, columns):
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        for dim in dims:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
     _state.pending = (kept, fx_config.use_duck_shape)
     fx_config.use_duck_shape = False
-    raise _restart("capture rows and columns as symbols")
+    return _restart(reason)
 
 
 def _fixed_tokens(graph: torch.fx.Graph, given: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:

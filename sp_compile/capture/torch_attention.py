@@ -14,32 +14,38 @@ whether that mask is causal is for the analysis to prove.
              site = attention_site(out.permute(0, 2, 1, 3), q, k, v, logical_not(hidden), ..., scale=0.25, is_causal=False, ...)
              y = proj(site.permute(0, 2, 1, 3))
 
-Leaves alone: anything with an unknown op between the products, with a size that is not [batch, heads, tokens, width] or
-[batch * heads, tokens, width], or whose result another marker already describes.
+Leaves alone: anything with an unknown op between the products, with a size that is not [batch, heads, tokens, width],
+[batch * heads, tokens, width] or [batch, groups, heads of a group, tokens, width], or whose result another marker already describes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from sp_compile.capture.graphs import blocking_number
 from sp_compile.capture.torch_products import NotAttention, Operand
 from sp_compile.capture.torch_scores import Match, read_attention
-from sp_compile.capture.torch_spelling import Writes, shape, spelled, tensor, written
+from sp_compile.capture.torch_spelling import NUMBER, Writes, shape, spelled, tensor, written
 from sp_compile.ops import sites as _sites  # noqa: F401  (registers the ops)
 
 _SITE = torch.ops.sp_compile.attention_site.default
 _SWAPS = (("transpose", (1, 2)), ("transpose", (2, 1)), ("permute", (0, 2, 1, 3)), ("permute", ((0, 2, 1, 3),)))
 
 
-def mark_attention(module: GraphModule) -> GraphModule:
+def mark_attention(module: GraphModule, values: Sequence[Any] = ()) -> GraphModule:
     """A copy of a captured graph with a marker beside every attention found in it; the module itself if there is none.
 
     Placeholders keep their order, names, meta and source.
+
+    Args:
+        module: the captured graph.
+        values: its inputs, in which buffers with a number for hidden scores are looked up. The analysis reads them, too, and watches them.
     """
     if not any(spelled(node).name == "softmax" for node in module.graph.nodes):
         return module
@@ -50,6 +56,10 @@ def mark_attention(module: GraphModule) -> GraphModule:
         new.meta = dict(old.meta)
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
+    for node, given in zip(_placeholders(graph), values, strict=False):
+        number = blocking_number(node, given)
+        if number is not None:
+            node.meta[NUMBER] = number
     found = find_attention(graph)
     if not found:
         return module
@@ -126,8 +136,10 @@ class _Writer:
 
     def piece(self, node: Node) -> Node:
         """A part of the mask, broadcastable to [B, H, L, L]."""
-        sizes = shape(node)
-        if len(sizes) != 3 or len(shape(self.match.scores.chain[0])) == 4:
+        sizes, rank = shape(node), self.match.scores.ranks[node]
+        if len(sizes) == 5:
+            return self.method(node, "squeeze", 2) if sizes[2] == 1 else self.method(node, "flatten", 1, 2)
+        if len(sizes) != 3 or rank != 3:
             return node
         return self.method(node, "unsqueeze", 1) if sizes[0] == 1 else self.four(node, 3)
 
@@ -157,17 +169,23 @@ def _insert(graph: Graph, match: Match, replaced: dict[Node, Node]) -> None:
         for name, by in scores.factors:
             q = writer.method(q, name, by)
         mask = writer.mask()
-        four = writer.four(out, len(match.order))
+        four = writer.four(out, len(match.order)) if len(match.order) < 5 else out
         wide = four if dtype == value.dtype else writer.method(four, "to", dtype)
-        there = [match.order.index(axis) for axis in "bqhd"] if len(match.order) == 4 else [0, 2, 1, 3]
-        dense = wide if there == [0, 1, 2, 3] else writer.method(wide, "permute", *there)
+        axes = "bqgrd" if len(match.order) == 5 else "bqhd"
+        there = [0, 2, 1, 3] if len(match.order) == 3 else [match.order.index(axis) for axis in axes]
+        dense = wide if there == sorted(there) else writer.method(wide, "permute", *there)
+        if len(axes) == 5:
+            dense = writer.method(dense, "flatten", 2, 3)
         site = writer.function(
             _SITE, dense, q, k, v, mask, scores.sinks, None, scale=scores.inner * scores.outer, is_causal=False, window=None,
-            softcap=scores.outer if scores.capped else None, dropout=scores.dropout,
+            softcap=scores.outer if scores.capped else None, dropout=scores.dropout, finite=scores.finite,
         )  # fmt: skip
         result = site if dtype == value.dtype else writer.method(site, "to", value.dtype)
-        if there != [0, 1, 2, 3]:
-            result = writer.method(result, "permute", *(there.index(axis) for axis in range(4)))
+        if len(axes) == 5:
+            sizes = dict(zip(match.order, shape(out), strict=True))
+            result = writer.method(result, "unflatten", 2, (int(sizes["g"]), int(sizes["r"])))
+        if there != sorted(there):
+            result = writer.method(result, "permute", *(there.index(axis) for axis in range(len(axes))))
         if len(match.order) == 3:
             result = writer.method(result, "flatten", 0, 1) if match.heads > 1 else writer.method(result, "squeeze", 1)
         if not all(_takes_any_strides(user) for user in first_user):

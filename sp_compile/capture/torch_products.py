@@ -26,11 +26,16 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """`weights @ v`. `order` names the result's dimensions: b batch, h head, q query, d width, n batch and head in one."""
+    """`weights @ v`. `order` names the result's dimensions: b batch, h head, q query, d width, n batch and head in one; where heads stand
+    in groups that share keys, g group and r its members, instead of h."""
 
     weights: Node
     v: Operand
     order: str
+
+
+ORDERS = {3: "nqd", 4: "bhqd", 5: "bgrqd"}
+"""The plain order of a result of each rank."""
 
 
 def first_product(node: Node) -> tuple[Operand, Operand]:
@@ -44,9 +49,19 @@ def first_product(node: Node) -> tuple[Operand, Operand]:
         return _first_einsum(node)
     left, right = (call["batch1"], call["batch2"]) if call.name == "baddbmm" else (call["input"], call["other"])
     sizes = shape(right)
-    if not isinstance(left, Node) or not isinstance(right, Node) or len(shape(left)) not in (3, 4) or len(shape(left)) != len(sizes):
+    if not isinstance(left, Node) or not isinstance(right, Node) or len(shape(left)) not in (3, 4, 5) or len(shape(left)) != len(sizes):
         raise NotAttention("a product of other ranks")
-    return Operand(left, shape(left)), Operand(right, (*sizes[:-2], sizes[-1], sizes[-2]), (("transpose", (-2, -1)),))
+    keys = Operand(right, (*sizes[:-2], sizes[-1], sizes[-2]), (("transpose", (-2, -1)),))
+    return _four(Operand(left, shape(left))), _four(keys)
+
+
+def _four(operand: Operand) -> Operand:
+    """Heads in groups [B, G, R, L, D] as [B, G * R, L, D]; a size R of 1 is left out, so that keys have one head per group."""
+    sizes = operand.sizes
+    if len(sizes) != 5:
+        return operand
+    merged = (sizes[0], sizes[1] * sizes[2], *sizes[3:])
+    return Operand(operand.node, merged, (*operand.steps, ("squeeze", (2,)) if sizes[2] == 1 else ("flatten", (1, 2))))
 
 
 def second_product(node: Node) -> Values:
@@ -61,9 +76,9 @@ def second_product(node: Node) -> Values:
     left, right = call["input"], call["other"]
     if call.name != "matmul" or not isinstance(left, Node) or not isinstance(right, Node):
         raise NotAttention("no product")
-    if len(shape(left)) not in (3, 4) or len(shape(left)) != len(shape(right)):
+    if len(shape(left)) not in ORDERS or len(shape(left)) != len(shape(right)):
         raise NotAttention("a product of other ranks")
-    return Values(left, Operand(right, shape(right)), "bhqd" if len(shape(left)) == 4 else "nqd")
+    return Values(left, _four(Operand(right, shape(right))), ORDERS[len(shape(left))])
 
 
 def _parse(node: Node) -> tuple[tuple[Node, str], tuple[Node, str], str]:
@@ -106,7 +121,7 @@ def _arranged(node: Node, letters: str, wanted: str) -> Operand:
 
 def _first_einsum(node: Node) -> tuple[Operand, Operand]:
     a, b, out = _parse(node)
-    if len(out) not in (3, 4):
+    if len(out) not in ORDERS:
         raise NotAttention("an einsum of another rank")
     *batch, query, key = list(out)
     summed = (set(a[1]) & set(b[1])) - set(out)
@@ -115,7 +130,7 @@ def _first_einsum(node: Node) -> tuple[Operand, Operand]:
     if len(summed) != 1 or query not in a[1] or query in b[1] or key not in b[1] or key in a[1]:
         raise NotAttention("an einsum that is no product of queries and keys")
     (width,) = summed
-    return _arranged(*a, "".join((*batch, query, width))), _arranged(*b, "".join((*batch, key, width)))
+    return _four(_arranged(*a, "".join((*batch, query, width)))), _four(_arranged(*b, "".join((*batch, key, width))))
 
 
 def _second_einsum(node: Node) -> Values:
@@ -123,14 +138,14 @@ def _second_einsum(node: Node) -> Values:
     for (weights, letters), value in ((first, second), (second, first)):
         *batch, query, key = list(letters)
         width = set(value[1]) - set(letters)
-        if len(letters) not in (3, 4) or len(width) != 1 or query in value[1] or key not in value[1] or key in out:
+        if len(letters) not in ORDERS or len(width) != 1 or query in value[1] or key not in value[1] or key in out:
             continue
         (wide,) = width
         if set(out) != {*batch, query, wide}:
             continue
-        names = dict(zip((*batch, query, wide), "bhqd" if len(batch) == 2 else "nqd", strict=True))
+        names = dict(zip((*batch, query, wide), ORDERS[len(letters)], strict=True))
         order = "".join(names[c] for c in out)
         if len(order) == 3 and order != "nqd":
             continue
-        return Values(weights, _arranged(*value, "".join((*batch, key, wide))), order)
+        return Values(weights, _four(_arranged(*value, "".join((*batch, key, wide)))), order)
     raise NotAttention("an einsum that is no product of weights and values")

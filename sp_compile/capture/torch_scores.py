@@ -9,11 +9,12 @@ import dataclasses
 import math
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
 from sp_compile.capture.torch_products import NotAttention, Operand, first_product, second_product
-from sp_compile.capture.torch_spelling import Spelled, Writes, constant, example, shape, spelled, tensor
+from sp_compile.capture.torch_spelling import Shape, Spelled, Writes, constant, example, shape, spelled, tensor
 from sp_compile.ops.blocking import is_blocking
 
 
@@ -26,6 +27,8 @@ class Scores:
         factors: ("mul" or "div", tensor or symbolic number) that scale a query.
         hidden: (condition node, whether it marks visible pairs, what hidden scores become).
         added: (additive node, factor).
+        finite: hidden scores become finite numbers, and the weights they get are used.
+        ranks: rank of the scores where a condition or an additive node met them.
         chain: nodes from the first product on.
         reads: (node, its reader) of everything that enters the chain from outside.
     """
@@ -41,6 +44,8 @@ class Scores:
     added: list[tuple[Node, float]] = dataclasses.field(default_factory=list)
     sinks: Node | None = None
     dropout: float = 0.0
+    finite: bool = False
+    ranks: dict[Node, int] = dataclasses.field(default_factory=dict)
     chain: list[Node] = dataclasses.field(default_factory=list)
     reads: list[tuple[Node, Node]] = dataclasses.field(default_factory=list)
 
@@ -51,6 +56,13 @@ class Scores:
     def read(self, node: Node, reader: Node) -> Node:
         self.reads.append((node, reader))
         return node
+
+    def met(self, node: Node, reader: Node) -> Node:
+        """The same for a part of the mask: it lines up with the scores from the right, so their rank there counts."""
+        rank = len(shape(reader))
+        _demand(self.ranks.setdefault(node, rank) == rank, "a mask meets scores of different ranks")
+        _demand(rank != 5 or _groupless(shape(node)), "a mask differs between the members of a group of heads")
+        return self.read(node, reader)
 
 
 @dataclasses.dataclass
@@ -103,6 +115,7 @@ def read_attention(out: Node, writes: Writes) -> Match:
     _demand(all(is_blocking(fill) for _, _, fill in scores.hidden), "masked scores keep some weight")
     known = {writes.latest(cond, at) for cond, at in ended}
     _demand(known <= {cond for cond, _, _ in scores.hidden}, "weights are masked by something the scores are not masked by")
+    scores.finite = any(math.isfinite(fill) for cond, _, fill in scores.hidden if cond not in known)
     heads = _heads(scores, product.v, chain_tail, out)
     if sinks is not None:
         scores.sinks = scores.read(_sink_vector(sinks[0], heads), sinks[1])
@@ -110,6 +123,12 @@ def read_attention(out: Node, writes: Writes) -> Match:
     _demand(writes.writers(scores.chain) <= set(scores.chain), "something else writes to the scores")
     _demand(not any(writes.between(n, at, out) for n, at in scores.reads), "an operand is overwritten before the attention ends")
     return Match(scores, product.v, out, product.order, heads)
+
+
+def _groupless(sizes: Shape) -> bool:
+    """Whether a value that meets [B, G, R, L, L] scores has one value for all heads, or one for each."""
+    heads = (*([sympy.Integer(1)] * (5 - len(sizes))), *sizes)[1:3]
+    return len(sizes) <= 5 and (heads == (1, 1) or (len(sizes) == 5 and 1 not in heads))
 
 
 def _demand(condition: bool, text: str) -> None:
@@ -124,12 +143,12 @@ def _is_cast(call: Spelled, node: Node) -> bool:
 
 
 def _is_regroup(call: Spelled, node: Node) -> bool:
-    """[B, H, L, L] and [B * H, L, L] are one row-major value; `_heads` checks that every rank-4 shape has the same H."""
+    """[B, H, L, L], [B * H, L, L] and [B, G, R, L, L] are one row-major value; `_heads` checks that every shape is one of one H, G, R."""
     value, before = tensor(node), tensor(call["input"])
     if call.name != "regroup" or value is None or before is None or value.dtype != before.dtype:
         return False
     new, old = shape(node), shape(call["input"])
-    return {len(new), len(old)} <= {3, 4} and new[-2:] == old[-2:]
+    return {len(new), len(old)} <= {3, 4, 5} and new[-2:] == old[-2:]
 
 
 def _cut_column(call: Spelled, node: Node) -> str:
@@ -247,7 +266,7 @@ class _Reader:
             _demand(beta is not None and alpha is not None, "a product is scaled by a number that is not constant")
             found.outer *= float(alpha)  # type: ignore[arg-type]
             if beta:
-                found.added.append((found.read(self.writes.latest(call["input"], node), node), float(beta)))
+                found.added.append((found.met(self.writes.latest(call["input"], node), node), float(beta)))
         return found
 
     def _sum(self, node: Node, call: Spelled) -> Scores:
@@ -268,7 +287,7 @@ class _Reader:
                 found = self.scores(base, node)
             except NotAttention:
                 continue
-            found.added.append((found.read(self.writes.latest(term, node), node), factor))
+            found.added.append((found.met(self.writes.latest(term, node), node), factor))
             return found
         raise NotAttention("a sum of which neither side is a product of queries and keys")
 
@@ -310,7 +329,7 @@ class _Reader:
         _demand(mask is not None and mask.dtype == torch.bool, "scores are masked by something that is not boolean")
         if number is None:
             raise NotAttention("masked scores get a computed value")
-        found.hidden.append((found.read(condition, node), visible, number))
+        found.hidden.append((found.met(condition, node), visible, number))
 
 
 def _heads(scores: Scores, v: Operand, tail: list[Node], out: Node) -> int:
@@ -319,16 +338,23 @@ def _heads(scores: Scores, v: Operand, tail: list[Node], out: Node) -> int:
     Sizes that are fixed numbers are no batch and no tokens: attention among a token's own parts is per token, and left alone.
     """
     q, k, first = scores.q.sizes, scores.k.sizes, shape(scores.chain[0])
-    batch, heads = (first[0], first[1]) if len(first) == 4 else reversed(first[0].as_coeff_Mul())
+    grouped = [sizes for node in scores.chain if len(sizes := shape(node)) == 5]
+    if len(first) == 5:
+        batch, heads = first[0], first[1] * first[2]
+    else:
+        batch, heads = (first[0], first[1]) if len(first) == 4 else reversed(first[0].as_coeff_Mul())
     length = first[-1]
     known = heads.is_Integer and heads > 0 and not batch.is_Integer and not length.is_Integer
     _demand(known, "sizes are not [batch, heads, tokens, tokens]")
     _demand(first[-2] == length, "queries and keys are not the same tokens")
     full, merged = (batch, heads, length, length), (batch * heads, length, length)
     wide = [(batch, heads, length, length + 1), (batch * heads, length, length + 1)] if any(spelled(n).name == "cat" for n in tail) else []
-    _demand(all(shape(n) in (full, merged, *wide) for n in scores.chain), "the scores change their shape")
-    for name, sizes, allowed in (("queries", q, (heads,)), ("keys", k, (heads, 1)), ("values", v.sizes, (k[1] if len(k) == 4 else heads,))):
+    groups = {(batch, g, r, length, length) for _, g, r, *_ in grouped if g * r == heads}
+    _demand(len(groups) <= 1 and all(shape(n) in (full, merged, *groups, *wide) for n in scores.chain), "the scores change their shape")
+    fewer = {g for _, g, *_ in groups}
+    same = (k[1] if len(k) == 4 else heads,)
+    for name, sizes, allowed in (("queries", q, (heads,)), ("keys", k, (heads, 1, *fewer)), ("values", v.sizes, same)):
         right = sizes[0] == batch and sizes[1] in allowed if len(sizes) == 4 else sizes[0] == batch * heads
         _demand(len(sizes) in (3, 4) and right and sizes[-2] == length, f"the {name} do not fit the scores")
-    _demand(len(q) == len(k) and len(shape(out)) == len(v.sizes), "operands of different ranks")
+    _demand(len(q) == len(k) and min(len(shape(out)), 4) == len(v.sizes), "operands of different ranks")
     return int(heads)

@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 Shape: TypeAlias = "tuple[sympy.Expr, ...]"
 
+NUMBER = "sp_compile_number"
+"""Key, in the meta of an input, of the number that it holds."""
+
 _PARAMETERS = {
     "matmul": "input other", "bmm": "input other", "baddbmm": "input batch1 batch2", "softmax": "input dim dtype", "tanh": "input",
     "add": "input other", "sub": "input other", "subtract": "input other", "mul": "input other", "multiply": "input other",
@@ -119,6 +122,8 @@ def constant(value: Any) -> float | None:
         return None
     if isinstance(value, int | float):
         return float(value)
+    if isinstance(value, Node) and NUMBER in value.meta:
+        return float(value.meta[NUMBER])
     call = spelled(value)
     if call.name in ("tensor", "full", "full_like", "new_full", "new_tensor", "scalar_tensor"):
         return constant(call["value"]) if not isinstance(call["value"], Node) else None

@@ -186,9 +186,9 @@ def _describe(call: _Call, region: Region, variant: Variant) -> None:
 
 def _compiles(region: Region) -> tuple[int, int, float]:
     """Inner compilations of the shared and of the dense form so far, and the seconds of both and of the rewrites."""
-    shared: list[Bucket] = [bucket for variant in region.variants for bucket in variant.buckets]
+    shared: list[Bucket] = [bucket for variant in (*region.variants, *region.packed_forms) for bucket in variant.buckets]
     seconds = _seconds(shared) + _seconds(region.dense_buckets)
-    seconds += sum(one.seconds for variant in region.variants for one in variant.records)
+    seconds += sum(one.seconds for variant in (*region.variants, *region.packed_forms) for one in variant.records)
     return len(shared), len(region.dense_buckets), seconds
 
 

@@ -32,7 +32,7 @@ def explain(model: object = None) -> str:
     Raises:
         InvalidInput: `model` is no module and uses none.
     """
-    found = [(region, history) for region, history in regions.known() if history.calls or region.variants]
+    found = [(region, history) for region, history in regions.known() if history.calls or [*region.variants, *region.packed_forms]]
     if model is None:
         head = _latest_call()
     else:
@@ -84,15 +84,15 @@ def _region(region: Region, history: History) -> str:
 def _region_lines(region: Region, history: History) -> Lines:
     yield "calls", f"{history.shared_calls} shared, {history.dense_calls} dense"
     yield from _last_call(region, history)
-    for number, variant in enumerate(region.variants):
-        if len(region.variants) > 1:
+    for number, variant in enumerate([*region.variants, *region.packed_forms]):
+        if len([*region.variants, *region.packed_forms]) > 1:
             yield "variant", f"{number}, for other relations between the sizes of the inputs" if number else "0"
         if variant.refusal is not None:
             yield "refused", str(variant.refusal)
         elif variant.context is not None:
             yield from _variant(region, variant)
     yield from _compiled("dense form", region.dense_buckets, region.options.inner, _captured_sizes(region))
-    if region.options.dump is not None and any(variant.context is not None for variant in region.variants):
+    if region.options.dump is not None and any(variant.context is not None for variant in [*region.variants, *region.packed_forms]):
         yield "dump", os.path.join(region.options.dump, regions.folder_name(region.number, 0))
 
 
@@ -103,7 +103,7 @@ def _last_call(region: Region, history: History) -> Lines:
     batch = f"{rows} rows x {columns} columns: " if rows is not None else ""
     ran = f"computed as {physical} physical, sharing {logical / max(physical, 1):.2f}" if physical < logical else "computed densely"
     yield "last call", f"{batch}{logical} logical tokens {ran}"
-    if history.said and history.said not in {str(variant.refusal) for variant in region.variants}:
+    if history.said and history.said not in {str(variant.refusal) for variant in [*region.variants, *region.packed_forms]}:
         yield "last call", f"because {history.said}"
 
 
@@ -150,8 +150,10 @@ def _guards(bucket: Bucket, names: Mapping[str, str]) -> list[str]:
 
 def _captured_sizes(region: Region) -> dict[str, str]:
     """What Dynamo calls the rows and the columns."""
-    context = next((variant.context for variant in region.variants if variant.context is not None), None)
+    context = next((variant.context for variant in [*region.variants, *region.packed_forms] if variant.context is not None), None)
     if context is None or context.analysis.inputs is None:
+        return {}
+    if context.analysis.symbols.packed:
         return {}
     nodes, sizes = placeholders(region.module.graph), context.analysis.inputs.sizes
     return {str(example_of(nodes[number]).shape[dim]): name for (number, dim), name in ((sizes.batch, "B"), (sizes.columns, "L"))}

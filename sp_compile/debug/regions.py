@@ -68,6 +68,9 @@ class Region(Protocol):
     def variants(self) -> Sequence[Variant]: ...
 
     @property
+    def packed_forms(self) -> Sequence[Variant]: ...
+
+    @property
     def dense_buckets(self) -> Sequence[Bucket]: ...
 
 

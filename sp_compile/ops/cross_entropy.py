@@ -8,6 +8,13 @@ w = weight[target] (1 without weights) and e = label_smoothing, position p with 
 
 and contributes `w` to the denominator of reduction="mean". A position whose target is `ignore_index`, or whose index is -1 (dropped
 padding, whose target is not read), has loss 0 and weight 0.
+
+The op returns the losses, the weights `w`, and lse [T], which backward reads again. With g[p] the gradient of loss[p], the gradient is
+
+    dx[t, c] = s[t] * exp(x[t, c] - lse[t]) - u[t] * weight[c] - sum over p at (t, c) of (1 - e) * w * g[p]
+    u[t] = e / V * sum over p at t of g[p]        s[t] = (1 - e) * sum over p at t of w * g[p]  +  u[t] * sum_c weight[c]
+
+The backward op returns s, u and the entries that some position chose, whole; the rest is a loop over [T, V] in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -22,15 +29,18 @@ from sp_compile.errors import InvalidInput
 from sp_compile.ops.numerics import accumulate_dtype, owned
 from sp_compile.ops.rows import EXACT, check_index, check_target, sum_by_key, sums_at_equal_keys
 
-# Elements of the float32 copy of a block of logits (64 MiB).
-_BLOCK_ELEMENTS = 1 << 24
+# Elements of the float32 copy of a block of logits: on a CPU 1 MiB, which stays in cache between the steps of a block and is memory
+# that the allocator reuses; elsewhere 64 MiB, since every step of a block is a launch.
+_BLOCK_ELEMENTS = {"cpu": 1 << 18}
+_LARGE_BLOCK = 1 << 24
 
-ARGUMENTS = "Tensor logits, Tensor index, Tensor target, Tensor? weight, *, int ignore_index, float label_smoothing"
+ARGUMENTS = "Tensor logits, Tensor index, Tensor target, Tensor? weight"
+OPTIONS = "*, int ignore_index, float label_smoothing"
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Consecutive spans of tokens and their logits in the accumulation dtype."""
-    size = max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1]))
+    size = max(1, _BLOCK_ELEMENTS.get(logits.device.type, _LARGE_BLOCK) // max(1, logits.shape[1]))
     for start in range(0, logits.shape[0], size):
         span = slice(start, min(start + size, logits.shape[0]))
         yield span, logits[span].to(accumulate_dtype(logits.dtype))
@@ -48,7 +58,7 @@ def _positions(
 
 def _forward(
     logits: Tensor, index: Tensor, target: Tensor, weight: Tensor | None, *, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     name = "cross_entropy_rows"
     if logits.dim() != 2 or not logits.is_floating_point() or index.shape != target.shape or target.dtype != torch.int64:
         raise InvalidInput(
@@ -61,7 +71,7 @@ def _forward(
     check_target(target, (index >= 0) & (target != ignore_index), logits.shape[1], name)
     dtype = accumulate_dtype(logits.dtype)
     if logits.numel() == 0:
-        return logits.new_zeros(index.shape), logits.new_zeros(index.shape, dtype=dtype)
+        return logits.new_zeros(index.shape), logits.new_zeros(index.shape, dtype=dtype), logits.new_zeros(logits.shape[0], dtype=dtype)
     lse = logits.new_empty(logits.shape[0], dtype=dtype)
     smooth = logits.new_zeros(logits.shape[0], dtype=dtype)
     for span, block in _blocks(logits):
@@ -75,63 +85,71 @@ def _forward(
         loss += smooth[tokens] * counted * (label_smoothing / logits.shape[1])
     # A logit of -inf makes an infinite loss, and inf * 0 at a position that does not count would be NaN.
     loss = loss.masked_fill(~counted, 0)
-    return loss.view(index.shape).to(logits.dtype), weights.view(index.shape)
+    return loss.view(index.shape).to(logits.dtype), weights.view(index.shape), lse
 
 
 def _backward(
-    grad: Tensor, logits: Tensor, index: Tensor, target: Tensor, weight: Tensor | None, *, ignore_index: int, label_smoothing: float
-) -> Tensor:
-    out = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-    if logits.numel() == 0 or index.numel() == 0:
-        return out
+    grad: Tensor, logits: Tensor, index: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor,
+    *, ignore_index: int, label_smoothing: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype, (count, vocabulary) = accumulate_dtype(logits.dtype), logits.shape
     tokens, classes, weights, counted = _positions(index, target, weight, ignore_index, dtype)
-    grads = grad.flatten().to(dtype) * counted
+    grads = grad.flatten().to(dtype).masked_fill(~counted, 0)
     picked = grads * weights * (1 - label_smoothing)
     smoothed = grads * (label_smoothing / vocabulary)
     uniform = sum_by_key(smoothed, tokens, count)
     total = float(vocabulary) if weight is None else weight.to(dtype).sum()
     scale = sum_by_key(picked, tokens, count) + uniform * total
     class_weight = logits.new_ones(vocabulary, dtype=dtype) if weight is None else weight.to(dtype)
-    lse = logits.new_empty(count, dtype=dtype)
-    for span, block in _blocks(logits):
-        lse[span] = torch.logsumexp(block, -1)
-        block = (block - lse[span, None]).exp_().mul_(scale[span, None])
-        if label_smoothing:
-            block.addcmul_(uniform[span, None], class_weight, value=-1)
-        out[span] = block
     # The chosen entries are formed again, whole, so that they too are rounded once. Positions with one key all write the same value.
     chosen = (logits[tokens, classes].to(dtype) - lse[tokens]).exp() * scale[tokens] - uniform[tokens] * class_weight[classes]
     chosen -= sums_at_equal_keys(picked, tokens * vocabulary + classes)
-    return out.index_put_((tokens, classes), chosen.to(out.dtype))
+    return scale, uniform, tokens, classes, chosen.to(logits.dtype)
 
 
 cross_entropy_rows = torch.library.custom_op(
-    "sp_compile::cross_entropy_rows", _forward, mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)", tags=EXACT
+    "sp_compile::cross_entropy_rows", _forward, mutates_args=(), schema=f"({ARGUMENTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor)", tags=EXACT
 )
 cross_entropy_rows_backward = torch.library.custom_op(
-    "sp_compile::cross_entropy_rows_backward", _backward, mutates_args=(), schema=f"(Tensor grad, {ARGUMENTS}) -> Tensor", tags=EXACT
+    "sp_compile::cross_entropy_rows_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, {ARGUMENTS}, Tensor lse, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=EXACT,
 )
 
 
 @cross_entropy_rows.register_fake
-def _forward_fake(logits: Tensor, index: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(index.shape), logits.new_empty(index.shape, dtype=accumulate_dtype(logits.dtype))
+def _forward_fake(logits: Tensor, index: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = accumulate_dtype(logits.dtype)
+    return logits.new_empty(index.shape), logits.new_empty(index.shape, dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
 
 
 @cross_entropy_rows_backward.register_fake
-def _backward_fake(grad: Tensor, logits: Tensor, *rest: Any, **options: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
+def _backward_fake(grad: Tensor, logits: Tensor, index: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+    per_token = [logits.new_empty(logits.shape[0], dtype=accumulate_dtype(logits.dtype)) for _ in range(2)]
+    keys = [index.new_empty(index.numel()) for _ in range(2)]
+    return *per_token, *keys, logits.new_empty(index.numel())
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.mark_non_differentiable(output[1])
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[2])
+    ctx.mark_non_differentiable(output[1], output[2])
     ctx.options = keyword_only_inputs
 
 
-def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return torch.ops.sp_compile.cross_entropy_rows_backward(owned(grad), *ctx.saved_tensors, **ctx.options), None, None, None
+def _autograd(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    logits, _, _, weight, lse = ctx.saved_tensors
+    if logits.shape[0] == 0:
+        return torch.zeros_like(logits), None, None, None
+    scale, uniform, tokens, classes, chosen = torch.ops.sp_compile.cross_entropy_rows_backward(
+        owned(grad), *ctx.saved_tensors, **ctx.options
+    )
+    # Not part of the op: a compiler makes one loop of this and writes it over logits that nobody reads again.
+    whole = (logits.to(lse.dtype) - lse[:, None]).exp() * scale[:, None]
+    if ctx.options["label_smoothing"]:
+        whole = whole - (uniform[:, None] if weight is None else uniform[:, None] * weight.to(lse.dtype))
+    return whole.to(logits.dtype).index_put((tokens, classes), chosen), None, None, None
 
 
 cross_entropy_rows.register_autograd(_autograd, setup_context=_setup_context)

@@ -74,8 +74,15 @@ def _unpack(values: Tensor, index: Tensor) -> Tensor:
     check_index(index, values.shape[0], "unpack")
     if values.shape[0] == 0:
         return values.new_zeros((*index.shape, *values.shape[1:]))
-    out = values.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *values.shape[1:])
-    return out.masked_fill_(_spread(index < 0, values.dim() - 1), 0)
+    # Not a view of a flat gather: what a model returns may be changed in place, which autograd does not allow for a view.
+    out = values.new_empty((*index.shape, *values.shape[1:]))
+    torch.index_select(values, 0, index.clamp(min=0).flatten(), out=out.view(-1, *values.shape[1:]))
+    hidden = index < 0
+    if index.device.type != "cpu":
+        return out.masked_fill_(_spread(hidden, values.dim() - 1), 0)
+    # Touches the hidden positions alone; to count them would stop other devices.
+    out[hidden] = 0
+    return out
 
 
 def _unpack_backward(grad: Tensor, index: Tensor, tokens: int) -> Tensor:

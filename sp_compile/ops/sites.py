@@ -10,7 +10,8 @@ arguments instead, and the dense nodes become dead.
     token, or None); sinks [Hq], logits that enter the softmax denominator; bias, added to the scaled and capped scores, broadcastable to
     [B, Hq, L, L]; scale: None means 1 / sqrt(D); is_causal: the function itself masks later columns, on top of `mask`; window: number of
     visible columns including the own one, applied by the function itself (a window that is part of the mask is on the `mask_site`);
-    dropout: the probability in force, 0.0 in evaluation.
+    dropout: the probability in force, 0.0 in evaluation; finite: keys are hidden by a finite score, so that a query whose keys are all
+    hidden sees every key alike, later ones included (an additive float mask says by its values whether it does that).
 `mask_site`  dense [B|1, 1, L, L], bool (True = visible) or additive float; padding [B, L], nonzero = real token, or None; segments
     [B, L] integers, a query sees only keys of its own segment, or None; kind "causal": later columns are hidden; window as above;
     chunk: a query sees only keys of its own chunk of that many columns. With a padding, columns are counted from the row's first real
@@ -59,6 +60,7 @@ def attention_site(
     window: int | None,
     softcap: float | None,
     dropout: float,
+    finite: bool = False,
 ) -> Tensor:
     """Marks `dense` as softmax attention of q, k, v (module docstring: shapes and meaning)."""
     return _fresh(dense)
@@ -89,7 +91,7 @@ def refusal_site(dense: Tensor, reason: str) -> Tensor:
 
 _SCHEMAS = {
     "attention_site": "(Tensor dense, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? bias, *, "
-    "float? scale, bool is_causal, int? window, float? softcap, float dropout) -> Tensor",
+    "float? scale, bool is_causal, int? window, float? softcap, float dropout, bool finite=False) -> Tensor",
     "mask_site": "(Tensor dense, Tensor? padding, Tensor? segments, *, str kind, int? window, int? chunk) -> Tensor",
     "segments_site": "(Tensor dense, Tensor position_ids) -> Tensor",
     "refusal_site": "(Tensor dense, str reason) -> Tensor",

@@ -6,6 +6,8 @@ merged dimensions are joined by `*`, with plain sizes as numbers: a [B * L, V] v
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -122,5 +124,10 @@ def nll_rows(picked: Tensor, index: Tensor, target: Tensor, weight: Tensor | Non
 
 
 def weighted_mean(loss: Tensor, weight: Tensor) -> Tensor:
-    """The sum of the losses over the sum of their weights, in the weights' dtype, rounded once; NaN if nothing counts."""
-    return (loss.sum(dtype=weight.dtype) / weight.sum()).to(loss.dtype)
+    """The sum of the losses over the sum of their weights, in the weights' dtype, rounded once; NaN if nothing counts.
+
+    Then no loss gets a gradient, as from torch's own op; differentiating 0 / 0 would give every parameter NaN.
+    """
+    total = weight.sum()
+    mean = loss.sum(dtype=weight.dtype) / torch.where(total == 0, 1, total)
+    return torch.where(total == 0, math.nan, mean).to(loss.dtype)

@@ -22,14 +22,21 @@ class Form(enum.Enum):
     NONE = "none"
 
 
-def find_forms(order: Sequence[torch.fx.Node], infos: Infos) -> dict[torch.fx.Node, Form]:
-    """The form of every node. Memory that is written is on physical tokens for every op that sees it, or on rows for every one."""
+def find_forms(order: Sequence[torch.fx.Node], infos: Infos, packed: bool = False) -> dict[torch.fx.Node, Form]:
+    """The form of every node. Memory that is written is on physical tokens for every op that sees it, or on rows for every one.
+
+    Args:
+        order: the graph's nodes.
+        infos: what the analysis found.
+        packed: the inputs are on physical tokens.
+    """
     written = set[int]().union(*(infos[node].writes for node in order))
     on_rows: set[int] = set()
     while True:
         forms: dict[torch.fx.Node, Form] = {}
         for node in order:
-            forms[node] = _form(node, infos, forms, on_rows)
+            given = packed and node.op == "placeholder" and any(t.has_tokens for t in infos[node].tensors)
+            forms[node] = Form.DIRECT if given else _form(node, infos, forms, on_rows)
         others = [infos[node] for node in order if forms[node] is not Form.DIRECT]
         found = on_rows.union(*(info.writes | (info.storages & written) for info in others))
         if found == on_rows:
@@ -42,13 +49,13 @@ def _form(node: torch.fx.Node, infos: Infos, forms: Mapping[torch.fx.Node, Form]
     layouts = info.tensors
     if node.op == "output" or (not layouts and not info.writes):
         return Form.COMMON
-    direct = _runs_on_tokens(node, infos, forms) and not (info.storages | info.writes) & on_rows
+    direct = (info.segments is not None or _runs_on_tokens(node, infos, forms)) and not (info.storages | info.writes) & on_rows
     if not layouts:
         targets = [a for a in node.all_input_nodes if infos[a].storages & info.writes]
         return Form.DIRECT if direct and all(forms[a] is Form.DIRECT for a in targets) else Form.COMMON
     if all(not t.has_tokens and t.reach.kind <= Kind.COLUMN for t in layouts):
         return Form.COMMON
-    if any(t.is_rows or not t.reach.shared or t.has_spans for t in layouts):
+    if not all(t.packable for t in layouts):
         return Form.NONE
     if direct or (info.attention is not None and not info.storages & on_rows):
         return Form.DIRECT

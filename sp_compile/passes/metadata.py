@@ -73,7 +73,8 @@ class Shapes:
 
     def name(self, expr: sympy.Expr) -> str:
         symbols = self.inputs.symbols
-        return "B" if expr == symbols.batch else "L" if expr == symbols.columns else str(expr)
+        columns = "T" if symbols.packed else "L"
+        return "B" if expr == symbols.batch else columns if expr == symbols.columns else str(expr)
 
 
 class _Propagate(torch.fx.Interpreter):

@@ -29,17 +29,19 @@ import torch
 import torch.fx
 
 from sp_compile.analysis.facts import Nonzero
-from sp_compile.analysis.interpret import Analysis, NodeInfo, refusal, source_line
+from sp_compile.analysis.interpret import Analysis, NodeInfo
 from sp_compile.analysis.layouts import Kind, Reason
+from sp_compile.analysis.refusals import refusal, source_line
 from sp_compile.analysis.sites import MIXERS
 from sp_compile.capture.checkpoint import copy_tags
 from sp_compile.capture.graphs import placeholders
 from sp_compile.errors import CannotShare, NothingToShare
+from sp_compile.ops import paths as _paths  # noqa: F401  (registers sp_compile::path_segments)
 from sp_compile.ops import tokens
 from sp_compile.passes import markers
 from sp_compile.passes.forms import Form, find_forms, inputs_read, pattern_of, scatterable
 from sp_compile.passes.numbers import has_unbacked, is_number, write_number
-from sp_compile.passes.stage import Context, Input, Origin, PassResult, Source, Stage, set_input, set_origin
+from sp_compile.passes.stage import Context, FiniteMask, Input, Origin, PassResult, Source, Stage, forest_input, set_input, set_origin
 
 
 class World(enum.Enum):
@@ -75,7 +77,8 @@ class _Rewrite:
         self.order = list(graph.nodes)
         self.by_name = {node.name: node for node in self.order}
         self.numbers = {node: i for i, node in enumerate(placeholders(graph))}
-        self.forms = find_forms(self.order, self.info)
+        self.packed = analysis.symbols.packed
+        self.forms = find_forms(self.order, self.info, self.packed)
         self.depends = inputs_read(self.order, self.info, self.numbers)
         self.needs: dict[torch.fx.Node, set[World]] = {}
         self.made: dict[tuple[torch.fx.Node, World], torch.fx.Node] = {}
@@ -96,7 +99,8 @@ class _Rewrite:
             live: dict[World, set[int]] = {world: set() for world in World}
             for node, worlds in self.needs.items():
                 for world in worlds:
-                    live[world] |= self.info[node].storages
+                    if world is World.ROWS or self.forms[node] is Form.DIRECT:  # else what is read on tokens is the memory of the rows
+                        live[world] |= self.info[node].storages
             for node in reversed(self.order):
                 wanted = set(self.needs.get(node, ()))
                 if self._is_root(node) or self.info[node].writes & inputs:
@@ -125,6 +129,11 @@ class _Rewrite:
     def _follows(self, node: torch.fx.Node, world: World) -> Iterable[tuple[torch.fx.Node, World]]:
         info, form = self.info[node], self.forms[node]
         tensors = [a for a in node.all_input_nodes if self._is_value(a)]
+        if node.op == "output" and self.packed:
+            for a in tensors:
+                if any(t.sorted for t in self.info[a].tensors):
+                    raise refusal(Reason("sorted tokens, or counts of them, leave a packed call", str(a.target), a.name, source_line(a)))
+            return [(a, World.PACKED) for a in tensors]
         if world is World.ROWS:
             if self._runs_on_rows(node):
                 if node.target in MIXERS or info.attention is not None:
@@ -137,6 +146,8 @@ class _Rewrite:
             raise refusal(self._why(node))
         if info.attention is not None:
             return [(self.by_name[name], World.PACKED) for name in self._attention_names(info)]
+        if info.segments is not None:
+            return [(self.by_name[info.segments], World.PACKED)]
         return [(a, World.PACKED) for a in tensors]
 
     def _is_value(self, node: torch.fx.Node) -> bool:
@@ -145,7 +156,9 @@ class _Rewrite:
 
     def _runs_on_rows(self, node: torch.fx.Node) -> bool:
         form, layouts = self.forms[node], self.info[node].tensors
-        return form is not Form.DIRECT or all(t.entry or t.reach.kind <= Kind.COLUMN for t in layouts)
+        cheap = all(t.entry or t.reach.kind <= Kind.COLUMN for t in layouts)
+        # what is sorted cannot be unpacked: rows that are wanted in sorted order have to be sorted themselves
+        return form is not Form.DIRECT or cheap or any(t.sorted for t in layouts)
 
     def _attention_names(self, info: NodeInfo) -> list[str]:
         call = info.attention
@@ -172,8 +185,8 @@ class _Rewrite:
         return Reason("a value could not be brought to physical tokens", str(node.target), node.name)
 
     def shares_anything(self) -> bool:
-        return any(World.PACKED in worlds and self.forms[node] is Form.DIRECT and any(not t.entry for t in self.info[node].tensors)
-                   for node, worlds in self.needs.items())  # fmt: skip
+        direct = [node for node, worlds in self.needs.items() if World.PACKED in worlds and self.forms[node] is Form.DIRECT]
+        return self.packed or any(not t.entry for node in direct for t in self.info[node].tensors)
 
     # -- the new graph -----------------------------------------------------------------------------------------------------------
 
@@ -188,7 +201,8 @@ class _Rewrite:
                 if value.node.expr.is_Symbol and value.node.expr not in self.sizes:
                     self.sizes[value.node.expr] = self._placeholder(node.name, Input(Source.SIZE, number))
             elif self.needs.get(node):
-                self.made[node, World.ROWS] = self._placeholder(node.name, Input(Source.ARGUMENT, number))
+                world = World.PACKED if self.forms[node] is Form.DIRECT else World.ROWS
+                self.made[node, world] = self._placeholder(node.name, Input(Source.ARGUMENT, number))
         self.row, self.column, self.index = (self._placeholder(f"forest_{n}", Input(Source.FOREST, n)) for n in ("row", "column", "index"))
         for node in self.order:
             if node.op in ("placeholder", "output"):
@@ -202,7 +216,8 @@ class _Rewrite:
             if worlds and (self.info[node].writes or not self.info[node].tensors):
                 self.epoch += 1
         output = next(node for node in self.order if node.op == "output")
-        self.new.output(torch.fx.map_arg(output.args[0], lambda n: self._at(n, World.ROWS, output)))
+        home = World.PACKED if self.packed else World.ROWS
+        self.new.output(torch.fx.map_arg(output.args[0], lambda n: self._at(n, home, output)))
         return self.new
 
     def _placeholder(self, name: str, given: Input) -> torch.fx.Node:
@@ -215,6 +230,8 @@ class _Rewrite:
         last = next(iter(reversed(self.new.nodes)))
         if world is World.PACKED and info.attention is not None:
             made = self._attention(node, info)
+        elif world is World.PACKED and info.segments is not None:
+            made = self._segments(node, info.segments)
         else:
             args = torch.fx.map_arg(node.args, lambda n: self._operand(n, world, node))
             kwargs = torch.fx.map_arg(node.kwargs, lambda n: self._operand(n, world, node))
@@ -244,7 +261,7 @@ class _Rewrite:
     def _at(self, node: torch.fx.Node, world: World, user: torch.fx.Node) -> Any:
         """A node's value in one world, converted where it was computed in the other."""
         if not self._is_value(node):
-            return self._number(node, World.ROWS)
+            return self._number(node, world)
         if world is World.ROWS:
             if self._runs_on_rows(node):
                 return self.made[node, World.ROWS]
@@ -261,6 +278,8 @@ class _Rewrite:
         layout = self.analysis.layout(node)
         if layout is None:
             raise CannotShare("a value of several tensors crosses between rows and tokens", op=str(node.target), node=node.name)
+        if world is World.ROWS and self.packed:
+            raise refusal(Reason("an op needs the rows of values that are packed", str(user.target), user.name, source_line(user)))
         if world is World.ROWS and not scatterable(layout):
             raise refusal(
                 Reason(
@@ -299,7 +318,7 @@ class _Rewrite:
             return None if name is None else self._at(self.by_name[name], World.PACKED, node)
 
         written = set[int]().union(*(other.writes for other in self.info.values()))
-        for name in (call.mask.padding, call.mask.segments):
+        for name in (call.mask.padding, call.mask.segments, call.mask.matrix if call.mask.finite else None):
             if name is not None and self.info[self.by_name[name]].storages & written:
                 why = Reason("what an attention mask was made of is changed in place", str(node.target), node.name, source_line(node))
                 raise refusal(dataclasses.replace(why, advice="Clone it before the change."))
@@ -312,6 +331,10 @@ class _Rewrite:
         if matrix is not None and bias is not None:
             raise CannotShare("attention with both an opaque mask and a bias", op=str(node.target), node=node.name)
         windows = [w for w in (call.window, call.mask.window) if w is not None]
+        hides = call.mask.padding if call.mask.told else call.mask.matrix
+        if call.mask.finite and hides is not None:
+            local = call.mask.chunk is not None or call.mask.segments is not None
+            self.context.finite.append(FiniteMask(self.by_name[hides], not call.mask.told, min(windows, default=None), local))
         q, k, v = (self._cast(packed(name), name, call.dtype) for name in (call.q, call.k, call.v))
         made = self.new.call_function(
             markers.shared_attention,
@@ -321,6 +344,14 @@ class _Rewrite:
         made = self.new.call_method("transpose", (made, 1, 2))
         made = self.new.call_method("contiguous", (made,))
         return self.new.call_method("transpose", (made, 1, 2)) if call.heads_first else made
+
+    def _segments(self, node: torch.fx.Node, positions: str) -> torch.fx.Node:
+        """Document numbers counted along each row's path; in the packed order a position may jump where a branch begins."""
+        prev = forest_input(self.new, "prev")
+        made = self.new.call_function(
+            torch.ops.sp_compile.path_segments.default, (self._at(self.by_name[positions], World.PACKED, node), prev)
+        )
+        return made
 
     def _cast(self, value: torch.fx.Node, name: str, dtype: torch.dtype) -> torch.fx.Node:
         """Autocast casts inside of torch's attention; the op on physical tokens takes one dtype."""

@@ -134,7 +134,10 @@ class _Sink:
         views = {a: self.views[a] for a in node.all_input_nodes if a in self.views and not (self.views[a].detached and self.builder.grad)}
         if not views or origin is None or info is None or node.op not in ("call_function", "call_method"):
             return
-        if info.body is not None or (info.writes & self.read[origin.dense] and node not in self.pure):
+        # A higher-order op may have a backward of its own, which need not be linear: of a sum of gradients it makes something else.
+        if isinstance(node.target, torch._ops.HigherOrderOperator) or info.body is not None:
+            return
+        if info.writes & self.read[origin.dense] and node not in self.pure:
             return
         found = self._rewritten(node, views)
         if isinstance(found, RowView):

@@ -78,6 +78,23 @@ class Stage(enum.Enum):
     LOWERED = "lowered"  # concrete implementations only
 
 
+@dataclasses.dataclass(frozen=True)
+class FiniteMask:
+    """A mask that hides keys by finite scores; a query to which it hides every key has no place among shared tokens.
+
+    Attributes:
+        node: the captured graph's node of the [B, L] key mask (nonzero = visible), or of the (query, key) mask.
+        matrix: which of the two.
+        window: visible columns including the own one, or None.
+        local: the mask also ends at borders of chunks or documents.
+    """
+
+    node: torch.fx.Node
+    matrix: bool
+    window: int | None = None
+    local: bool = False
+
+
 @dataclasses.dataclass
 class Context:
     """What passes know besides the graph.
@@ -87,6 +104,7 @@ class Context:
         module: the captured graph's module, which holds the constants; set by the runner.
         keys: numbers of the captured graph's inputs in which rows must agree to share; filled by `share_prefixes`.
         padding: input numbers of the padding masks of every attention layer, None for a layer without; filled by `share_prefixes`.
+        finite: masks whose queries without visible keys have to be looked for in every call; filled by `share_prefixes`.
         unpacked: dense nodes whose rows a later op needs, with the op; filled by `share_prefixes`.
         kernels: op to implementation and reason; filled by `select_kernels`.
     """
@@ -95,6 +113,7 @@ class Context:
     module: torch.fx.GraphModule | None = None
     keys: list[int] = dataclasses.field(default_factory=list)
     padding: list[int | None] = dataclasses.field(default_factory=list)
+    finite: list[FiniteMask] = dataclasses.field(default_factory=list)
     unpacked: list[str] = dataclasses.field(default_factory=list)
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 

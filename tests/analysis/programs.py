@@ -20,6 +20,7 @@ from sp_compile.analysis.facts import Affine, Atom, Constant, Fact, Nonzero, Two
 from sp_compile.analysis.inputs import read_inputs
 from sp_compile.analysis.interpret import Analysis, analyse
 from sp_compile.analysis.layouts import Axis, Kind, Layout, Span, Symbols
+from sp_compile.analysis.permutations import Integers
 from sp_compile.errors import CannotShare
 from sp_compile.options import Options
 from sp_compile.region import Region, without_sites
@@ -204,7 +205,7 @@ def _factors(layout: Layout, value: Tensor, symbols: Symbols, sizes: dict[Any, i
 
 
 def _reach_wrong(layout: Layout, given: list[Tensor], pair: tuple[Batch, Batch], symbols: Symbols, sizes: dict[Any, int]) -> str | None:
-    if layout.is_rows:
+    if layout.is_rows or layout.sorted:  # of sorted tokens nothing is claimed about rows; what comes of them is
         return None
     split = [_factors(layout, value, symbols, sizes) for value in given]
     if isinstance(split[0], str):
@@ -237,7 +238,9 @@ def _reach_wrong(layout: Layout, given: list[Tensor], pair: tuple[Batch, Batch],
         agree = left.agreement(right)
         reads = (places + layout.reach.shift + 1).clamp(0, length)
         must = reads <= agree.reshape(*agree.shape, *(1,) * places.dim())
-        differs = ~torch.isclose(x[:, None].double(), y[None].double(), rtol=1e-9, atol=1e-9, equal_nan=True).all(-1)
+        # torch 2.11 does not broadcast with equal_nan
+        one, other = torch.broadcast_tensors(x[:, None].double(), y[None].double())
+        differs = ~torch.isclose(one, other, rtol=1e-9, atol=1e-9, equal_nan=True).all(-1)
         if bool((must & differs).any()):
             where = (must & differs).nonzero()[0].tolist()
             return f"rows {where[:2]} agree through column {places.tolist()}+shift but differ at {where[2:]}"
@@ -269,6 +272,8 @@ def _expected(layout: Layout, fact: Fact | None, value: Tensor, named: dict[str,
     everywhere = torch.ones([1] * value.dim(), dtype=torch.bool)
     if isinstance(fact, Constant):
         return everywhere, torch.full([1] * value.dim(), fact.value, dtype=torch.float64)
+    if isinstance(fact, Integers):
+        return everywhere, value.clamp(0, fact.below - 1).round()
     if isinstance(fact, Affine):
         total = torch.full([1] * value.dim(), fact.constant)
         for dim, coefficient in fact.coefficients:

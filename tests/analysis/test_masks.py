@@ -155,25 +155,25 @@ def hidden_or_padding(model: Any, n: int, mask: Tensor | None) -> Tensor:
     return (torch.tril(torch.ones(n, n)) == 0)[None, None] | (mask[:, None, None, :] == 0)
 
 
-@idiom("zero", "matrix", "left", "right")
+@idiom("zero", "padding matrix", "left", "right")
 def table_times_padding(model: Any, n: int, mask: Tensor | None) -> Tensor:
     assert mask is not None
     return torch.tril(torch.ones(n, n, dtype=torch.long))[None, None] * mask[:, None, None, :]
 
 
-@idiom("visible", "matrix", "right")
+@idiom("visible", "padding matrix", "right")
 def padding_compared_with_one(model: Any, n: int, mask: Tensor | None) -> Tensor:
     assert mask is not None
     return torch.ones(n, n, dtype=torch.bool).tril()[None, None] & (mask[:, None, None, :] == 1)
 
 
-@idiom("add", "matrix", "left", "right")
+@idiom("add", "padding matrix", "left", "right")
 def finite_padding_added(model: Any, n: int, mask: Tensor | None) -> Tensor:
     assert mask is not None
     return (1.0 - mask[:, None, None, :].to(torch.float64)) * -10000.0 + below(n)
 
 
-@idiom("add", "matrix", "left", "right")
+@idiom("add", "padding matrix", "left", "right")
 def lowest_padding_added(model: Any, n: int, mask: Tensor | None) -> Tensor:
     assert mask is not None
     inverted = 1.0 - mask[:, None, None, :].expand(mask.shape[0], 1, n, n).to(torch.float32)
@@ -186,20 +186,20 @@ def boolean_padding_added(model: Any, n: int, mask: Tensor | None) -> Tensor:
     return (1.0 - mask[:, None, None, :].bool().to(torch.float64)) * -10000.0 + torch.triu(torch.full((n, n), -1e9), 1)
 
 
-@idiom("add", "matrix")
+@idiom("add", "causal")
 def alibi(model: Any, n: int, mask: Tensor | None) -> Tensor:
     i = torch.arange(n)
     return model.slopes[:, None, None] * (i[None, :] - i[:, None]) + below(n)  # type: ignore[no-any-return]
 
 
-@idiom("add", "matrix", "right")
+@idiom("add", "padding matrix", "right")
 def alibi_chosen_by_where(model: Any, n: int, mask: Tensor | None) -> Tensor:
     assert mask is not None
     i = torch.arange(n)
     return torch.where((i[:, None] >= i) & mask[:, None, None, :].bool(), model.slopes[:, None, None] * (i - i[:, None]), -INF)
 
 
-@idiom("add", "matrix")
+@idiom("add", "causal")
 def learned_distances(model: Any, n: int, mask: Tensor | None) -> Tensor:
     i = torch.arange(n)
     return model.distance((i[:, None] - i).clamp(0, 23)).permute(2, 0, 1)[None] + below(n)  # type: ignore[no-any-return]

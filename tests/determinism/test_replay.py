@@ -107,6 +107,12 @@ def test_replay(op: torch._ops.OpOverload, item: Implementation) -> None:
         assert differing(call, leaves) == []
 
 
+def test_path_segments() -> None:
+    forest = tree()
+    positions = torch.randint(0, 3, (1, forest.num_tokens), generator=torch.Generator().manual_seed(0))
+    assert differing(lambda: [torch.ops.sp_compile.path_segments(positions, forest.tensor("prev", "cpu"))], []) == []
+
+
 @pytest.mark.parametrize("op", registry.semantic_ops(), ids=registry.option_name)
 def test_required_determinism_excludes_what_is_not_reproducible(op: torch._ops.OpOverload) -> None:
     for case in CASES[registry.option_name(op)](tree()):

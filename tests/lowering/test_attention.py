@@ -77,6 +77,20 @@ def test_equals_reference(implementation: Implementation, name: str, dtype: torc
     assert max(errors(implementation, tree, make(tree, dtype=dtype, dims=(8, 8)), PLAIN)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("branches", [3, 90])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_short_chains_are_batched_in_place_or_padded(branches: int, tokens_first: bool) -> None:
+    # Equal short chains are one view where they are many; few, or unequal ones, are gathered from either order in memory.
+    tree = Forest.from_rows([[0, 1, 2, 1000 + b, 5, 6, 7] for b in range(branches)] + [[0, 1, 2, 5, 9, 9], [0, 1, 2, 6, 9, 9, 9]])
+    plan = chains_cpu.make_plan(tree.tensor("attention_passes", "cpu"), tree.num_tokens)
+    assert any(isinstance(chains, chains_cpu.Ragged) for chains in plan.causal)
+    assert any(isinstance(chains, chains_cpu.Span) and chains.batch == branches - 1 for chains in plan.causal) == (branches == 90)
+    inputs = make(tree, dtype=torch.float64, sinks=True)
+    if tokens_first:
+        inputs[:3] = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs[:3] if x is not None]
+    assert max(errors(TABLE[0], tree, inputs, PLAIN)) < TOLERANCE[torch.float64]
+
+
 @each
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("dims", [(16, 16), (12, 8), (8, 12)])

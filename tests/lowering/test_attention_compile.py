@@ -37,7 +37,7 @@ def model(name: str) -> Any:
         result = implementation.op(torch.sin(q), k * 2, v, end, column, None, None, None, sinks, *extra, **OPTIONS)
         out = result if implementation.output is None else result[implementation.output]
         hidden = out.transpose(1, 2).flatten(2)[0] * 1.5
-        loss, weight = ops.cross_entropy_rows(hidden, index, target, None, ignore_index=-100, label_smoothing=0.1)
+        loss, weight, _ = ops.cross_entropy_rows(hidden, index, target, None, ignore_index=-100, label_smoothing=0.1)
         unpacked = ops.unpack(hidden.relu(), index)
         return loss.sum() / weight.sum() + unpacked.square().mean() + ops.take_tokens(hidden, index, target).sum().tanh()
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from sp_compile.analysis.facts import Affine, Constant, Fact, held_as
-from sp_compile.analysis.layouts import COLUMN, ROWS, UNIFORM, Axis, Dims, Kind, Layout, Reason, Span, size_expr
+from sp_compile.analysis.layouts import COLUMN, PLACES, ROWS, UNIFORM, Axis, Dims, Kind, Layout, Reason, Span, covers_tokens, size_expr
+from sp_compile.analysis.permutations import Count
 from sp_compile.analysis.rules.registry import Call, NotPackable, rule
 
 
@@ -75,6 +76,9 @@ def arange(call: Call) -> Layout:
         why = Reason("arange(B) numbers the rows, so its values differ between rows")
         fact = Affine(((0, 1),), start, batch=True) if known else None
         raise NotPackable(why.text, dense=Layout(((Axis.BATCH,),), ROWS, entry=True, why=why, fact=fact))
+    if covers_tokens(call.symbols.dim(out.shape[0]), call.symbols) and (start, step) == (0, 1) and not out.is_floating_point():
+        factors = call.symbols.dim(out.shape[0])
+        return Layout((factors,), PLACES, fact=Count(factors))
     raise NotPackable(
         "a range over a mixture of rows and columns", dense=Layout(((Span(size),),), COLUMN, entry=True) if not _rows(call) else None
     )

@@ -11,7 +11,6 @@ from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout, Span
 from sp_compile.analysis.rules.registry import Call, NotPackable, broadcast, require_plain, rule
 
 
-@rule("gather.default")
 def gather(call: Call) -> Layout:
     base, index = call.layout_of(call.args[0]), call.layout_of(call.args[2])
     dim = call.dim("dim", len(base.dims))
@@ -20,7 +19,7 @@ def gather(call: Call) -> Layout:
     return call.result(dims)
 
 
-@rule("scatter.src", "scatter.value", "scatter_add.default", "scatter_reduce.two", "scatter.reduce")
+@rule("scatter.value", "scatter_reduce.two", "scatter.reduce")
 def scatter(call: Call) -> Layout:
     base, index = call.layout_of(call.args[0]), call.layout_of(call.args[2])
     dim = call.dim("dim", len(base.dims))
@@ -39,7 +38,6 @@ def _together(base: Layout, index: Layout, dim: int) -> tuple[Dim, ...]:
     return tuple(result)
 
 
-@rule("index_select.default")
 def index_select(call: Call) -> Layout:
     base, index = call.layout_of(call.args[0]), call.layout_of(call.args[2])
     dim = call.dim("dim", len(base.dims))
@@ -47,7 +45,6 @@ def index_select(call: Call) -> Layout:
     return call.result((*base.dims[:dim], index.dims[0] if index.dims else (), *base.dims[dim + 1 :]))
 
 
-@rule("index.Tensor", "_unsafe_index.Tensor")
 def index(call: Call) -> Layout:
     """`table[i]` with plain table dimensions is elementwise in i; `x[rows, columns]` by counted numbers is a view of full rows."""
     base = call.layout_of(call.args[0])
@@ -98,10 +95,6 @@ def _placed(base: Layout, used: list[int], shape: tuple[Dim, ...]) -> tuple[Dim,
 
 
 @rule(
-    "index_put.default",
-    "_unsafe_index_put.default",
-    "index_add.default",
-    "index_copy.default",
     "index_fill.int_Scalar",
     "masked_scatter.default",
 )
@@ -118,7 +111,7 @@ def one_hot(call: Call) -> Layout:
     return call.result((*base.dims, call.symbols.dim(call.out.shape[-1])))
 
 
-@rule("repeat_interleave.self_int", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor")
+@rule("repeat_interleave.Tensor", "repeat_interleave.self_Tensor")
 def repeat_interleave(call: Call) -> Layout:
     if any(call.layout_of(t).has_tokens for t in call.tensors) or any(call.symbols.mentions(size) for size in call.out.shape):
         raise NotPackable("tokens are repeated")

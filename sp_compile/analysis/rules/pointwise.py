@@ -10,15 +10,19 @@ import torch
 
 from sp_compile.analysis.facts import (
     Affine,
+    ChunkNumber,
     Constant,
     Fact,
+    MaskSpec,
     Nonzero,
+    SameChunk,
     Triangle,
     TwoValued,
     Valid,
     added,
     at_least,
     combine_affine,
+    conditions_of,
     conjunction,
     disjunction,
     held_as,
@@ -29,6 +33,7 @@ from sp_compile.analysis.facts import (
     selected,
 )
 from sp_compile.analysis.layouts import COLUMN, UNIFORM, Layout
+from sp_compile.analysis.permutations import Integers, Numbering, Tally
 from sp_compile.analysis.rules.registry import Call, NotPackable, broadcast, rule
 from sp_compile.ops.blocking import is_blocking
 
@@ -87,9 +92,12 @@ def _fact(call: Call, rank: int) -> Fact | None:
     if name in ("clone", "detach", "alias", "lift_fresh_copy", "contiguous"):
         return operands[0]
     if name == "_to_copy":
-        return _cast(call, operands[0])
+        if isinstance(operands[0], MaskSpec) and call.tensors[0].is_floating_point() and call.out.is_floating_point():
+            return operands[0]
+        return _cast(call, _told(call, 0, operands[0]))
     if name == "copy":
         return operands[1]
+    operands = [_told(call, index, fact) for index, fact in enumerate(operands)]
     operands = [_keyed(call, index, rank, fact) for index, fact in enumerate(operands)]
     if name in ("bitwise_and", "logical_and", "__and__"):
         return conjunction(operands[0], operands[1]) if boolean else None
@@ -107,16 +115,23 @@ def _fact(call: Call, rank: int) -> Fact | None:
         if isinstance(operands[0], Nonzero) and name == "logical_not":
             return _zero(call, rank)
         return map_constant(operands[0], _UNARY[name])
-    if (name in _BINARY or name in ("add", "mul")) and len(operands) >= 2:
+    if (name in _BINARY or name in ("add", "mul", "floor_divide")) and len(operands) >= 2:
         return _binary(call, name, operands[0], operands[1], rank)
     return None
 
 
 def _binary(call: Call, name: str, left: Fact | None, right: Fact | None, rank: int) -> Fact | None:
-    if call.arg("alpha", 1) not in (1, None) or call.arg("rounding_mode") is not None:
+    if name in ("div", "floor_divide") and (name == "floor_divide" or call.arg("rounding_mode") == "floor"):
+        return _chunk_number(call, left, right)
+    if call.arg("alpha", 1) not in (1, None) or call.arg("rounding_mode") is not None or name == "floor_divide":
         return None
+    if isinstance(left, ChunkNumber) and isinstance(right, ChunkNumber) and left.size == right.size and left.dim != right.dim:
+        first, last = min(left.dim, right.dim), max(left.dim, right.dim)
+        same = TwoValued(frozenset({SameChunk(first, last, left.size)}), 1.0, 0.0)
+        return same if name == "eq" else map_constant(same, operator.not_) if name == "ne" else None
     if isinstance(left, Nonzero) and isinstance(right, Constant) and right.value == 0:
         return left if name == "ne" else _zero(call, rank) if name == "eq" else None
+    left, right = _masked_number(call, 0, left, rank), _masked_number(call, 1, right, rank)
     if (
         isinstance(left, Affine | Constant)
         and isinstance(right, Affine | Constant)
@@ -126,6 +141,9 @@ def _binary(call: Call, name: str, left: Fact | None, right: Fact | None, rank: 
     if name == "add":
         return added(left, right)
     if name == "mul":
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, TwoValued) and not one.exact and isinstance(other, Constant) and other.value:
+                return map_constant(one, lambda value, c=other.value: value * c)  # type: ignore[misc]
         finite = all(not t.is_floating_point() or call.layout_of(t).fact is not None for t in call.tensors)
         return multiplied(left, right) if finite else lift((left, right), operator.mul)
     for one, other in ((left, right), (right, left)):
@@ -137,6 +155,25 @@ def _binary(call: Call, name: str, left: Fact | None, right: Fact | None, rank: 
     if isinstance(left, Constant):
         return map_constant(right, lambda value: function(left.value, value))
     return lift((left, right), function)
+
+
+def _chunk_number(call: Call, left: Fact | None, right: Fact | None) -> Fact | None:
+    """`column // size`."""
+    counted = isinstance(left, Affine) and not left.batch and left.constant == 0 and [c for _, c in left.coefficients] == [1]
+    whole = isinstance(right, Constant) and right.value.is_integer() and right.value > 0
+    if not counted or not whole or call.out.is_floating_point():
+        return None
+    assert isinstance(left, Affine) and isinstance(right, Constant)  # noqa: PT018  (checked above)
+    return ChunkNumber(left.coefficients[0][0], int(right.value))
+
+
+def _masked_number(call: Call, index: int, fact: Fact | None, rank: int) -> Fact | None:
+    """A padding mask in arithmetic: zero at padding, and an unknown number elsewhere."""
+    if not isinstance(fact, Nonzero):
+        return fact
+    value = call.args[index]
+    columns = call.layout_of(value).columns_dims
+    return TwoValued(frozenset({Valid(fact.node, columns[0] + rank - value.dim())}), None, 0.0, False) if len(columns) == 1 else None
 
 
 def _zero(call: Call, rank: int) -> Fact | None:
@@ -183,6 +220,11 @@ def _affine(name: str, left: Fact, right: Fact) -> Fact | None:
 
 def _cast(call: Call, fact: Fact | None) -> Fact | None:
     dtype = call.out.dtype
+    if isinstance(fact, Integers):
+        return fact.held_as(dtype)
+    if isinstance(fact, Numbering):
+        wide = (torch.int32, torch.int64, *((torch.float32, torch.float64) if isinstance(fact, Tally) else ()))
+        return fact if dtype in wide else None
     if isinstance(fact, Affine):
         return fact if not dtype.is_complex and dtype not in (torch.bool, torch.int8, torch.uint8, torch.float16, torch.bfloat16) else None
     if isinstance(fact, Nonzero):
@@ -205,6 +247,14 @@ def _aligned(call: Call, value: Any, rank: int) -> Fact | None:
         return layout.fact
     shift = rank - value.dim()
     return renumber(layout.fact, {d: d + shift for d in range(value.dim())})
+
+
+def _told(call: Call, index: int, fact: Fact | None) -> Fact | None:
+    """A library's mask as the conditions it consists of."""
+    value = call.args[index]
+    if isinstance(fact, MaskSpec) and isinstance(value, torch.Tensor) and value.dim() == call.out.dim() >= 2:
+        return conditions_of(fact, value.dim(), value.dtype == torch.bool)
+    return None if isinstance(fact, MaskSpec) else fact
 
 
 def _keyed(call: Call, index: int, rank: int, fact: Fact | None) -> Fact | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sp_compile.analysis.facts import Constant
+import torch
+
+from sp_compile.analysis.facts import Affine, Constant
 from sp_compile.analysis.layouts import COLUMN, Axis, Dim, Kind, Layout
-from sp_compile.analysis.rules.registry import Call, NotPackable, require_plain, rule
+from sp_compile.analysis.rules.registry import Call, NotPackable, require_no_rows, require_plain, rule
 
 
 def _asked_dims(call: Call, rank: int) -> list[int]:
@@ -28,8 +30,6 @@ def _asked_dims(call: Call, rank: int) -> list[int]:
     "min.default",
     "max.dim",
     "min.dim",
-    "argmax.default",
-    "argmin.default",
     "prod.default",
     "prod.dim_int",
     "var.default",
@@ -47,7 +47,6 @@ def _asked_dims(call: Call, rank: int) -> list[int]:
     "any.default",
     "any.dim",
     "any.dims",
-    "all.default",
     "all.dim",
     "all.dims",
     "count_nonzero.default",
@@ -69,6 +68,7 @@ def reduce(call: Call) -> list[Layout]:
     if touched:
         name = call.func._schema.name.split("::")[1]
         raise NotPackable(f"{name} over dimension {touched[0]} reduces over tokens")
+    require_no_rows(call, call.tensors[0], dims, call.func._schema.name.split("::")[1])
     keepdim = bool(call.arg("keepdim", False))
     after: tuple[Dim, ...] = tuple(() if d in dims else old for d, old in enumerate(base.dims) if keepdim or d not in dims)
     return [call.result(after) for _ in call.outputs]
@@ -83,10 +83,6 @@ def reduce(call: Call) -> list[Layout]:
     "logcumsumexp.default",
     "cummax.default",
     "cummin.default",
-    "sort.default",
-    "sort.stable",
-    "argsort.default",
-    "argsort.stable",
 )
 def along_dimension(call: Call) -> list[Layout]:
     base = call.layout_of(call.tensors[0])
@@ -103,20 +99,20 @@ def renorm(call: Call) -> Layout:
     return call.result(base.dims)
 
 
-@rule("cumsum.default")
 def cumsum(call: Call) -> Layout:
-    """Along columns a running sum is still a function of the columns so far; only cheap entry values may run it densely."""
+    """Along columns a running sum is still a function of the columns so far, rounded alike; only cheap entry values may run it densely."""
     base = call.layout_of(call.tensors[0])
     dim = call.dim("dim", len(base.dims))
     if not base.token_dim(dim):
+        require_no_rows(call, call.tensors[0], [dim], "cumsum")
         return call.result(base.dims)
-    exact = not call.tensors[0].is_floating_point()
-    known = exact and base.dims[dim] == (Axis.COLUMNS,) and len(base.column_like) == 1 and base.reach.kind <= Kind.TOKENS
-    dense = Layout(base.dims, base.reach.join(COLUMN), entry=base.entry) if known else None
+    known = base.dims[dim] == (Axis.COLUMNS,) and len(base.column_like) == 1 and base.reach.kind <= Kind.TOKENS
+    counts = base.fact == Constant(1.0) and call.out.dtype in (torch.int32, torch.int64, torch.float32, torch.float64)
+    fact = Affine(((dim, 1),), 1) if counts else None
+    dense = Layout(base.dims, base.reach.join(COLUMN), entry=base.entry, fact=fact) if known else None
     raise NotPackable("cumsum runs along the columns", dense=dense)
 
 
-@rule("topk.default")
 def topk(call: Call) -> list[Layout]:
     base = call.layout_of(call.tensors[0])
     dim = call.dim("dim", len(base.dims), -1)
@@ -163,7 +159,6 @@ def batch_norm(call: Call) -> list[Layout]:
 
 
 @rule(
-    "histc.default",
     "bincount.default",
     "unique.default",
     "_unique2.default",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sp_compile.analysis.layouts import COLUMN, ROWS, UNIFORM, Dim, Dims, Layout, Reach, Symbols
+from sp_compile.analysis.layouts import COLUMN, ROWS, UNIFORM, Dim, Dims, Kind, Layout, Reach, Symbols
 
 Rule = Callable[["Call"], "Layout | Sequence[Layout]"]
 _R = TypeVar("_R", bound=Rule)
@@ -112,6 +112,9 @@ class Call:
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
 
+CONTRACTS: dict[str, Rule] = {}
+"""Rules for libraries' own ops by name, "namespace::op": the libraries need not be imported. What such an op does is taken from them."""
+
 
 def rule(*overloads: str) -> Callable[[_R], _R]:
     """Register a rule for ATen overloads given as `"add.Tensor"`; names this torch does not have are skipped.
@@ -147,6 +150,8 @@ def judge(func: torch._ops.OpOverload) -> Rule | None:
     """The rule for an overload: its own, its functional form's, or the elementwise rule if torch tags it pointwise."""
     from sp_compile.analysis.rules.pointwise import pointwise
 
+    if func._schema.name in CONTRACTS:
+        return CONTRACTS[func._schema.name]
     for candidate in (func, functional_form(func)):
         if candidate is None:
             continue
@@ -201,10 +206,30 @@ def require_plain(call: Call, tensor: torch.Tensor, dims: Sequence[int], what: s
     for dim in dims:
         if layout.token_dim(dim):
             raise NotPackable(f"{what} along dimension {dim} runs over tokens")
+    require_no_rows(call, tensor, dims, what)
+
+
+def require_no_rows(call: Call, tensor: torch.Tensor, dims: Sequence[int], what: str) -> None:
+    """Refuse an op that works along what may be the batch dimension of packed values, where the rows cannot be told apart."""
+    layout = call.layout_of(tensor)
+    if not call.symbols.packed or not layout.has_tokens:
+        return
+    for dim in dims:
+        if layout.dims[dim] == ():
+            raise NotPackable(f"{what} along dimension {dim} of size 1 may run over the rows, which are one in a packed call")
+
+
+def require_moved_only(results: Sequence[Layout]) -> None:
+    """Refuse an op that makes values of numbers that are others on physical tokens than on rows."""
+    if any(layout.reach.kind is Kind.PLACES and not layout.packable for layout in results):
+        raise NotPackable(
+            "a number made of all tokens at once (a count, or where a sorted token stands) is used as a value",
+            advice="It may bring sorted tokens back, end the groups of a grouped matrix product, or be asserted.",
+        )
 
 
 def uniform_entry(dims: Dims, reach: Reach = UNIFORM) -> Layout:
     return Layout(dims, reach, entry=True)
 
 
-__all__ = ["COLUMN", "ROWS", "RULES", "Call", "NotPackable", "Rule", "broadcast", "judge", "require_plain", "rule"]
+__all__ = ["COLUMN", "ROWS", "RULES", "Call", "NotPackable", "Rule", "broadcast", "judge", "require_no_rows", "require_plain", "rule"]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import sympy
 import torch
+from torch.utils._sympy.functions import Max, Min
 
-from sp_compile.analysis.facts import Affine, Atom, Constant, Triangle, TwoValued, renumber
+from sp_compile.analysis.facts import Affine, Atom, ChunkNumber, Constant, MaskSpec, Nonzero, Triangle, TwoValued, Valid, renumber
 from sp_compile.analysis.layouts import COLUMN, Axis, Dim, Kind, Layout, Reach, Span, regroup, size_expr
-from sp_compile.analysis.rules.registry import Call, NotPackable, rule
+from sp_compile.analysis.permutations import Integers, Whole, narrowed
+from sp_compile.analysis.rules.registry import Call, NotPackable, require_no_rows, rule
 
 
 def _kept(dims_before: tuple[Dim, ...], dims_after: tuple[Dim, ...]) -> dict[int, int]:
@@ -35,7 +39,8 @@ def view(call: Call) -> Layout:
     dims = regroup(base.dims, list(call.out.shape), call.symbols)
     if dims is None:
         raise NotPackable(f"a view from {_text(base)} to {_sizes(call.out)} cuts or reorders tokens")
-    table = isinstance(base.fact, Triangle) and dims[-2:] == base.dims[-2:] and not any(dims[:-2])
+    table = isinstance(base.fact, Triangle | MaskSpec) and dims[-2:] == base.dims[-2:]
+    table = table and (isinstance(base.fact, MaskSpec) or not any(dims[:-2]))
     return base.with_(dims=dims, fact=base.fact if table else renumber(base.fact, _kept(base.dims, dims)))
 
 
@@ -69,7 +74,8 @@ def matrix_transpose(call: Call) -> Layout:
 
 def _reorder(base: Layout, order: list[int]) -> Layout:
     places = {old: new for new, old in enumerate(order)}
-    return base.with_(dims=tuple(base.dims[d] for d in order), fact=renumber(base.fact, places))
+    pairs = isinstance(base.fact, MaskSpec) and order[-2:] == [len(order) - 2, len(order) - 1]
+    return base.with_(dims=tuple(base.dims[d] for d in order), fact=base.fact if pairs else renumber(base.fact, places))
 
 
 @rule("unsqueeze.default", "unsqueeze_copy.default")
@@ -77,7 +83,8 @@ def unsqueeze(call: Call) -> Layout:
     base = call.layout_of(call.tensors[0])
     at = int(call.arg("dim")) % (len(base.dims) + 1)
     places = {d: d if d < at else d + 1 for d in range(len(base.dims))}
-    fact = base.fact if isinstance(base.fact, Triangle) and at < len(base.dims) - 1 else renumber(base.fact, places)
+    pairs = isinstance(base.fact, Triangle | MaskSpec) and at < len(base.dims) - 1
+    fact = base.fact if pairs else renumber(base.fact, places)
     return base.with_(dims=(*base.dims[:at], (), *base.dims[at:]), fact=fact)
 
 
@@ -99,7 +106,7 @@ def squeeze(call: Call) -> Layout:
         if any(base.token_dim(int(d) % rank) for d in wanted):
             raise NotPackable("squeeze of a token dimension")
     keep = [d for d in range(rank) if d not in gone]
-    table = isinstance(base.fact, Triangle) and keep[-2:] == [rank - 2, rank - 1]
+    table = isinstance(base.fact, Triangle | MaskSpec) and keep[-2:] == [rank - 2, rank - 1]
     fact = base.fact if table else renumber(base.fact, {d: i for i, d in enumerate(keep)})
     return base.with_(dims=tuple(base.dims[d] for d in keep), fact=fact)
 
@@ -115,8 +122,15 @@ def expand(call: Call) -> Layout:
         dims.append(old if old else call.symbols.dim(size))
     if any(isinstance(f, Span) for d in dims for f in d) and not base.has_spans:
         raise NotPackable("expands to a size that is neither B, L nor a product of them")
-    fact = base.fact if isinstance(base.fact, Triangle) else renumber(base.fact, {d: d + lead for d in range(len(base.dims))})
-    return base.with_(dims=tuple(dims), fact=fact)
+    pairs = isinstance(base.fact, Triangle | MaskSpec)
+    fact = base.fact if pairs else renumber(base.fact, {d: d + lead for d in range(len(base.dims))})
+    after = base.with_(dims=tuple(dims), fact=fact)
+    if isinstance(base.fact, Nonzero) and len(base.columns_dims) == 1 < len(after.columns_dims):
+        # the one of them that the padding mask was about can be told from here on by the condition only
+        boolean = out.dtype == torch.bool
+        condition = Valid(base.fact.node, base.columns_dims[0] + lead)
+        return after.with_(fact=TwoValued(frozenset({condition}), 1.0 if boolean else None, 0.0, boolean))
+    return after
 
 
 @rule("repeat.default")
@@ -131,6 +145,9 @@ def repeat(call: Call) -> Layout:
             dims.append(old)
         elif old == ():
             dims.append(call.symbols.dim(call.out.shape[place]))
+        elif call.symbols.dim(times) == (Axis.BATCH,) and not base.token_dim(place - lead):
+            # row-major: the new rows come first, each with all of the old dimension
+            dims.append((Axis.BATCH, *old))
         elif base.token_dim(place - lead) or call.symbols.mentions(times):
             raise NotPackable("repeats a token dimension")
         else:
@@ -158,7 +175,7 @@ def slice_(call: Call) -> Layout:
     if call.symbols.mentions(start) or call.symbols.mentions(call.arg("end")):
         raise NotPackable("a plain dimension is cut at a place computed from the number of rows or columns", dense=base if whole else None)
     dims = tuple(call.symbols.dim(call.out.shape[d]) if d == dim and not whole else old for d, old in enumerate(base.dims))
-    keeps = base.fact if whole or not _mentions_dim(base.fact, dim) else None
+    keeps = base.fact if whole or not _mentions_dim(base.fact, dim) else narrowed(base.fact, call.out)
     return base.with_(dims=dims, fact=keeps)
 
 
@@ -166,8 +183,8 @@ def _mentions_dim(fact: Any, dim: int) -> bool:
     if isinstance(fact, Affine):
         return any(d == dim for d, _ in fact.coefficients)
     if isinstance(fact, TwoValued):
-        return any(dim in ((c.left, c.right) if isinstance(c, Atom) else (c.dim,)) for c in fact.conditions)
-    return isinstance(fact, Triangle)
+        return any(dim in ((c.dim,) if isinstance(c, Valid) else (c.left, c.right)) for c in fact.conditions)
+    return isinstance(fact, Triangle | Integers | Whole) or (isinstance(fact, ChunkNumber) and fact.dim == dim)
 
 
 def _column_slice(call: Call, base: Layout, dim: int, start: Any, step: int) -> Layout:
@@ -197,19 +214,31 @@ def _cut_head(base: Layout, start: int) -> tuple[tuple[tuple[int, int], ...], Re
     return tuple(head), base.moved(start)
 
 
+def _is_columns(size: sympy.Expr, columns: sympy.Symbol) -> bool:
+    """Whether a size is L, or is L on one side of its minima and maxima: `n - max(0, n - L)` for tables of n rows.
+
+    On the other side the values do not fit what they meet, or they are no [B, L] any more when they are gathered, which is guarded.
+    """
+    limits = size.atoms(sympy.Max, sympy.Min, Max, Min)
+    choices = itertools.product(*(limit.args for limit in limits))
+    return size == columns or any(sympy.expand(size.xreplace(dict(zip(limits, c, strict=True)))) == columns for c in choices)
+
+
 def _table(call: Call, base: Layout, dim: int, start: Any, step: int) -> Layout:
-    """`table[:L]`: the rows of a constant table by column number."""
+    """`table[:L]`: the rows of a constant table by column number; `table[n - L:]` is one, too, of as many columns as the batch has."""
     text = "a table is cut to the number of columns"
-    if step != 1 or start not in (0, None) or base.reach.kind > Kind.COLUMN or size_expr(call.out.shape[dim]) != call.symbols.columns:
+    if step != 1 or base.reach.kind > Kind.COLUMN or not _is_columns(size_expr(call.out.shape[dim]), call.symbols.columns):
         raise NotPackable(text)
     dims = tuple(((Axis.COLUMNS,) if d == dim else old) for d, old in enumerate(base.dims))
     fact: Any = base.fact if isinstance(base.fact, Constant) else None
-    if isinstance(base.fact, Triangle):
+    if isinstance(base.fact, Triangle) and start in (0, None):
         cut = base.fact.cut | {dim - len(base.dims)}
-        fact = Triangle(base.fact.lower, base.fact.upper, base.fact.size, cut)
+        fact = dataclasses.replace(base.fact, cut=cut)
         if cut == {-1, -2}:
-            rank = len(base.dims)
-            fact = TwoValued(frozenset({Atom(rank - 2, rank - 1, 0)}), base.fact.lower, base.fact.upper)
+            query, key = len(base.dims) - 2, len(base.dims) - 1
+            width = base.fact.window
+            band = {Atom(query, key, 0)} | ({Atom(key, query, 1 - width)} if width is not None else set())
+            fact = TwoValued(frozenset(band), base.fact.lower, base.fact.upper)
     elif isinstance(base.fact, Affine) and not base.fact.coefficients:
         fact = None
     raise NotPackable(text, dense=Layout(dims, base.reach.join(COLUMN), entry=True, fact=fact))
@@ -222,9 +251,9 @@ def select(call: Call) -> Layout:
     if base.token_dim(dim):
         raise NotPackable("one row or column is selected")
     keep = [d for d in range(len(base.dims)) if d != dim]
-    table = isinstance(base.fact, Triangle) and dim < len(base.dims) - 2
-    fact = base.fact if table else None if _mentions_dim(base.fact, dim) else renumber(base.fact, {d: i for i, d in enumerate(keep)})
-    return base.with_(dims=tuple(base.dims[d] for d in keep), fact=fact)
+    table = isinstance(base.fact, Triangle | MaskSpec) and dim < len(base.dims) - 2
+    kept = narrowed(base.fact, call.out) if _mentions_dim(base.fact, dim) else renumber(base.fact, {d: i for i, d in enumerate(keep)})
+    return base.with_(dims=tuple(base.dims[d] for d in keep), fact=base.fact if table else kept)
 
 
 @rule("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor", "unsafe_split_with_sizes.default", "split_with_sizes_copy.default")
@@ -233,15 +262,15 @@ def split(call: Call) -> list[Layout]:
     dim = call.dim("dim", len(base.dims), 0)
     if base.token_dim(dim):
         raise NotPackable("tokens are split into parts")
-    fact = None if _mentions_dim(base.fact, dim) else base.fact
+    facts = [narrowed(base.fact, out) if _mentions_dim(base.fact, dim) else base.fact for out in call.outputs]
     return [base.with_(dims=tuple(call.symbols.dim(out.shape[dim]) if d == dim else old for d, old in enumerate(base.dims)), fact=fact)
-            for out in call.outputs]  # fmt: skip
+            for out, fact in zip(call.outputs, facts, strict=True)]  # fmt: skip
 
 
 @rule("unbind.int", "unbind_copy.int")
 def unbind(call: Call) -> list[Layout]:
     layout = select(call)
-    return [layout for _ in call.outputs]
+    return [layout.with_(fact=narrowed(layout.fact, out) or layout.fact) for out in call.outputs]
 
 
 @rule("cat.default", "concat.default", "_cat.default")
@@ -348,6 +377,7 @@ def reorder(call: Call) -> Layout:
     if any(base.token_dim(d) for d in touched):
         name = call.func._schema.name.split("::")[1]
         raise NotPackable(f"{name} moves tokens along dimension {next(d for d in touched if base.token_dim(d))}")
+    require_no_rows(call, call.tensors[0], touched, call.func._schema.name.split("::")[1])
     return call.result(base.dims)
 
 

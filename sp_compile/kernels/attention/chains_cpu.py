@@ -21,8 +21,9 @@ from sp_compile.layout.chains import CAUSAL
 from sp_compile.ops.attention import Gradients, Mask, attention_gradients, check_inputs, gradient_fake, sink_gradient
 from sp_compile.ops.numerics import accumulate_dtype, owned
 
-# Chains up to this length are padded to the next power of two and run as one batch: a call costs more than their arithmetic.
+# Runs of fewer tokens of chains up to this length are padded to the next power of two and batched: a call costs more than their arithmetic.
 SHORT = 128
+FEW = 256
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor end, Tensor column, Tensor? key_valid, Tensor? segments, Tensor? bias, Tensor? sinks, "
@@ -71,8 +72,13 @@ class Ragged:
 
     def read(self, x: Tensor) -> Tensor:
         """[1, H, T, ...] -> a copy [batch, H, slots, ...]."""
-        part: Tensor = x[0, :, self.slots.flatten()].unflatten(1, tuple(self.slots.shape))
-        return part.transpose(0, 1)
+        slots, shape = self.slots.flatten(), tuple(self.slots.shape)
+        if x.stride(2) > x.stride(1):
+            # Tokens are outermost in memory: whole tokens are copied, several times faster than rows of every head.
+            by_token: Tensor = x[0].transpose(0, 1).index_select(0, slots).unflatten(0, shape)
+            return by_token.transpose(1, 2)
+        by_head: Tensor = x[0].index_select(1, slots).unflatten(1, shape)
+        return by_head.transpose(0, 1)
 
     def write(self, x: Tensor, value: Tensor) -> None:
         """Inverse of `read` for real slots."""
@@ -98,7 +104,7 @@ def make_plan(passes: Tensor, tokens: int) -> Plan:
             cross.append((Span(q_start, q_len), Span(k_start, k_len)))
             continue
         total += q_len * batch
-        if q_len <= SHORT and batch < 8:
+        if q_len <= SHORT and q_len * batch < FEW:
             short.setdefault((q_len - 1).bit_length(), []).extend((q_start + i * q_len, q_len) for i in range(batch))
         else:
             causal.append(Span(q_start, q_len, batch))

@@ -1,0 +1,157 @@
+"""What runs when a captured graph is called inside of `share`: the graph on packed inputs, or an error; there is no dense run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+
+from sp_compile.analysis.facts import MaskSpec
+from sp_compile.analysis.packed_inputs import require_causal
+from sp_compile.capture.graphs import example_of, is_module_state, is_symbolic, placeholders, token_dims
+from sp_compile.errors import CannotShare, StaleForest
+from sp_compile.inner import LOCK, Bucket, TensorSpec, compile_bucket, trained_in
+from sp_compile.layout.forest import Forest
+from sp_compile.layout.tensors import symbolic_shape
+from sp_compile.passes.runner import PassRecord
+from sp_compile.passes.stage import Context, Input, Source, input_of
+
+if TYPE_CHECKING:
+    from sp_compile.backend import Shared
+
+Ties = tuple[tuple[int, int], ...]
+"""(input number, dimension) of everything that runs over the tokens."""
+
+
+class PackedGraph:
+    """A graph rewritten for packed inputs, and its compiled forms."""
+
+    def __init__(self, shared: Shared, inner: str, most: int) -> None:
+        self.shared, self.inner, self.most = shared, inner, most
+        self.buckets: list[Bucket] = []
+        self.given = [input_of(node) for node in placeholders(shared.graph.graph)]
+        nodes = zip(placeholders(shared.context.analysis.graph), shared.inputs.layouts, strict=True)
+        self.masks = [(n, node.name) for n, (node, layout) in enumerate(nodes) if layout is not None and isinstance(layout.fact, MaskSpec)]
+
+    refusal = None
+
+    @property
+    def context(self) -> Context:
+        return self.shared.context
+
+    @property
+    def records(self) -> list[PassRecord]:
+        return self.shared.records
+
+    def call(self, values: Sequence[Any], forest: Forest) -> Any:
+        sizes, trained = self._sizes(values, forest), trained_in(values)
+        bucket = next((bucket for bucket in self.buckets if bucket.accepts(sizes, trained)), None)
+        if bucket is None:
+            if len(self.buckets) >= self.most:
+                raise RuntimeError(f"the inner compiler specialised this graph to {self.most} ranges of sizes already; sizes are {sizes}")
+            specs = [self._spec(given, values, forest) for given in self.given]
+            with LOCK:
+                bucket = compile_bucket(self.shared.graph, specs, sizes, self.inner, trained)
+                self.buckets.append(bucket)
+        return bucket.call(*(self._value(given, values, forest) for given in self.given))
+
+    def _sizes(self, values: Sequence[Any], forest: Forest) -> dict[str, int]:
+        sizes = {"T": forest.num_tokens, "B": forest.num_rows, "L": forest.num_columns}
+        for given in self.given:
+            if given.source is Source.FOREST:
+                tensor = forest.tensor(str(given.key), "cpu")
+                named = zip(symbolic_shape(str(given.key))[0], tensor.shape, strict=True)
+                sizes |= {name: int(real) for name, real in named if isinstance(name, str) and name not in sizes}
+            elif given.source in (Source.ARGUMENT, Source.SIZE):
+                fake, value = self.shared.inputs.fakes[int(given.key)], values[int(given.key)]
+                pairs = zip(fake.shape, value.shape, strict=True) if isinstance(fake, torch.Tensor) else [(fake, value)]
+                sizes |= {str(self._name(size)): int(real) for size, real in pairs if isinstance(size, torch.SymInt)}
+        return sizes
+
+    def _name(self, size: Any) -> int | str:
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expr = size.node.expr
+        return "T" if expr == self.shared.inputs.symbols.columns else str(expr)
+
+    def _spec(self, given: Input, values: Sequence[Any], forest: Forest) -> Any:
+        if given.source is Source.ARGUMENT:
+            value, fake = values[int(given.key)], self.shared.inputs.fakes[int(given.key)]
+            if _has_symbols(fake):
+                return TensorSpec(tuple(self._name(s) for s in fake.shape), value.dtype, value.device, value.requires_grad)
+            return value
+        if given.source is Source.FOREST:
+            shape, dtype = symbolic_shape(str(given.key))
+            return TensorSpec(shape, dtype, self._device(values))
+        if given.source is Source.SIZE:
+            return self._name(self.shared.inputs.fakes[int(given.key)])
+        return {Source.TOKENS: "T", Source.ROWS: "B", Source.COLUMNS: "L"}[given.source]
+
+    def _value(self, given: Input, values: Sequence[Any], forest: Forest) -> Any:
+        if given.source is Source.ARGUMENT:
+            value = values[int(given.key)]
+            return value.contiguous() if _has_symbols(self.shared.inputs.fakes[int(given.key)]) else value
+        if given.source is Source.FOREST:
+            return forest.tensor(str(given.key), self._device(values))
+        if given.source is Source.SIZE:
+            return values[int(given.key)]
+        return {Source.TOKENS: forest.num_tokens, Source.ROWS: forest.num_rows, Source.COLUMNS: forest.num_columns}[given.source]
+
+    def _device(self, values: Sequence[Any]) -> torch.device:
+        number = next(n for n, fake in enumerate(self.shared.inputs.fakes) if _has_symbols(fake))
+        device: torch.device = values[number].device
+        return device
+
+
+def _by_input(ties: Ties) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for number, dim in ties:
+        found.setdefault(number, []).append(dim)
+    return found
+
+
+def _has_symbols(fake: Any) -> bool:
+    return isinstance(fake, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in fake.shape)
+
+
+class PackedGraphs:
+    """The packed forms of one captured graph, one for each set of dimensions that run over the tokens."""
+
+    def __init__(self, module: torch.fx.GraphModule, rewrite: Callable[[Sequence[Any], int], Shared], inner: str, most: int) -> None:
+        self.rewrite, self.inner, self.most = rewrite, inner, most
+        self.forms: dict[Ties, PackedGraph | CannotShare] = {}
+        nodes = placeholders(module.graph)
+        self.own = [n for n, node in enumerate(nodes) if isinstance(example_of(node), torch.Tensor) and not is_module_state(node)]
+        self.symbolic = {(n, d) for n in self.own for d, size in enumerate(example_of(nodes[n]).shape) if is_symbolic(size)}
+
+    def tensors(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        """The inputs that are no module state."""
+        return [values[number] for number in self.own]
+
+    def form(self, values: Sequence[Any], forest: Forest) -> PackedGraph:
+        """The form for these inputs; rewritten on first use.
+
+        Raises:
+            CannotShare: something was not proved; a packed call has no dense form to fall back to.
+            StaleForest: no input has the forest's number of tokens.
+        """
+        ties = tuple((n, d) for n in self.own for d in token_dims(values[n].shape, forest.num_tokens))
+        if not ties:
+            shapes = ", ".join(str(list(values[n].shape)) for n in self.own) or "none"
+            raise StaleForest(f"share: the forest has {forest.num_tokens} tokens, which no input of the compiled region has: {shapes}")
+        ties = tuple(tie for tie in ties if tie in self.symbolic)
+        if ties not in self.forms:
+            try:
+                self.forms[ties] = PackedGraph(self.rewrite(values, forest.num_tokens), self.inner, self.most)
+            except CannotShare as refused:
+                if not any(len(dims) == 2 for dims in _by_input(ties).values()):
+                    self.forms[ties] = refused  # for good, as it does not depend on the values of a mask
+                raise
+        found = self.forms[ties]
+        if isinstance(found, CannotShare):
+            raise found
+        for number, name in found.masks:
+            require_causal(name, values[number])
+        return found

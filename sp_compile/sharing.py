@@ -1,0 +1,214 @@
+"""Packed mode: the caller holds one row of physical tokens, and says with `share` which rows they stand for.
+
+`pack` and `unpack` lead from a dense batch to packed values and back. Inside of `share`, every region compiled with the backend computes
+on the packed values it is given: attention follows the forest, positions that are counted by the model become the rows' columns, and
+everything that works token by token stays as it is. What would need the rows themselves is an error, since there is no dense run.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sp_compile.debug import calls
+from sp_compile.errors import InvalidInput, StaleForest
+from sp_compile.layout.forest import Forest
+from sp_compile.ops import rows as _rows  # noqa: F401  (registers sp_compile::unpack)
+
+_current: contextvars.ContextVar[Forest | None] = contextvars.ContextVar("sp_compile_forest", default=None)
+
+
+class share:
+    """Says which rows the packed inputs [1, T, ...] of compiled regions stand for.
+
+        packed = sp_compile.pack({"input_ids": ids, "attention_mask": mask})
+        with sp_compile.share(packed.forest):
+            logits = model(**packed.inputs).logits              # [1, T, V]
+        rows = sp_compile.unpack(logits, packed.forest)         # [B, L, V]
+
+    Works for a model compiled as a whole and for its blocks compiled one by one. Backward may run outside of the context, activation
+    checkpointing included: what is recomputed uses the forest of its forward. Contexts nest, the innermost holds; each thread has its own.
+
+    Args:
+        forest: describes the T tokens of every call inside.
+
+    Raises:
+        InvalidInput: `forest` is no Forest.
+    """
+
+    def __init__(self, forest: Forest) -> None:
+        if not isinstance(forest, Forest):
+            raise InvalidInput(f"share: expected a Forest, got {type(forest).__name__}; sp_compile.pack makes one")
+        self.forest = forest
+        self._tokens: list[contextvars.Token[Forest | None]] = []
+
+    def __enter__(self) -> Forest:
+        self._tokens.append(_current.set(self.forest))
+        return self.forest
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _current.reset(self._tokens.pop())
+
+
+def packed_tokens(tensors: Sequence[Tensor] = ()) -> int | None:
+    """T of the forest in force, None outside of `share`; a capture in backward, by recomputation, is that of its inputs."""
+    forest = forest_of_call(tensors)
+    return None if forest is None else forest.num_tokens
+
+
+# -- which forest a call belongs to -------------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_seen: dict[int, tuple[StorageWeakRef, Forest]] = {}  # address of a storage -> the storage, and the forest of what lies in it
+_recomputing = threading.local()
+
+
+def forest_of_call(tensors: Sequence[Tensor]) -> Forest | None:
+    """The forest of a call with these inputs, module state left out; None for a dense call.
+
+    Recomputation in backward may run in another thread and outside of `share`. It is given the very memory that was checkpointed in
+    forward, which says what forest was in force; later regions of the same recomputation follow the first.
+    """
+    forest = _current.get()
+    if not calls.in_backward():
+        if forest is not None:
+            _remember(tensors, forest)
+        return forest
+    known, task = _recall(tensors), torch._C._current_graph_task_id()
+    if known is not None:
+        _recomputing.last = (task, known)
+        return known
+    last: tuple[int, Forest] | None = getattr(_recomputing, "last", None)
+    return last[1] if last is not None and last[0] == task else forest
+
+
+def _remember(tensors: Sequence[Tensor], forest: Forest) -> None:
+    with _lock:
+        for tensor in tensors:
+            if type(tensor) is Tensor and forest.num_tokens in tensor.shape:
+                storage = tensor.untyped_storage()
+                _seen[storage._cdata] = (StorageWeakRef(storage), forest)
+        if len(_seen) >= _seen_limit():
+            for address in [address for address, (storage, _) in _seen.items() if storage.expired()]:
+                del _seen[address]
+            _recomputing.limit = 2 * len(_seen)
+
+
+def _seen_limit() -> int:
+    """Twice what was alive at the last cleaning, so that cleaning costs a constant per call."""
+    return max(64, getattr(_recomputing, "limit", 0))
+
+
+def _recall(tensors: Sequence[Tensor]) -> Forest | None:
+    """The forest of the first input that was seen in forward; activations that carry gradient come first, as nothing else shares them."""
+    with _lock:
+        for tensor in sorted(tensors, key=lambda t: not t.requires_grad):
+            if type(tensor) is Tensor:
+                found = _seen.get(tensor.untyped_storage()._cdata)
+                if found is not None and not found[0].expired():
+                    return found[1]
+    return None
+
+
+# -- from a dense batch to packed values and back -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A dense batch in packed form.
+
+    Attributes:
+        forest: which rows the tokens stand for.
+        inputs: the batch's tensors [1, T, ...], ready to be passed to the model.
+    """
+
+    forest: Forest
+    inputs: dict[str, Tensor]
+
+
+def pack(batch: Mapping[str, Tensor], *, mask: str = "attention_mask", positions: str | None = "position_ids") -> Packed:
+    """Finds the shared prefixes of a dense batch and packs its tensors.
+
+    Args:
+        batch: token inputs [B, L] or [B, L, ...] by name, integers or bools: every one of them is part of what rows must agree in to
+            share a token. Leave out what belongs to rows, such as labels, and use it on unpacked values.
+        mask: name of the entry whose zeros mark padding, which is dropped; it need not be there. The packed mask is all ones.
+        positions: name under which the dense columns are given to the model unless the batch holds it; None: not at all.
+
+    Returns:
+        The forest and the packed inputs, on the batch's device.
+
+    Raises:
+        InvalidInput: an empty batch, tensors of different rows and columns or devices, a float tensor, a mask that is not [B, L].
+    """
+    shape, device = _batch_shape(batch, mask)
+    keep = None
+    if mask in batch:
+        if batch[mask].shape != shape:
+            raise InvalidInput(f"pack: expected {mask} of shape {list(shape)}, got {list(batch[mask].shape)}")
+        keep = batch[mask].detach().cpu() != 0
+    keys = [part for name, value in batch.items() if name != mask for part in _parts(value)]
+    forest = Forest.from_tokens(*keys, keep=keep)
+    row, column = forest.tensors(("row", "column"), device)
+    inputs = {name: value[row, column][None] for name, value in batch.items()}
+    if positions is not None and positions not in batch:
+        inputs[positions] = column[None].clone()
+    return Packed(forest, inputs)
+
+
+def _batch_shape(batch: Mapping[str, Tensor], mask: str) -> tuple[torch.Size, torch.device]:
+    if not batch:
+        raise InvalidInput("pack: expected at least one tensor [B, L], got an empty batch")
+    first: Tensor | None = None
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            raise InvalidInput(f"pack: expected {name} to be a tensor [B, L, ...], got {_shape_text(value)}")
+        if name != mask and (value.is_floating_point() or value.is_complex()):
+            raise InvalidInput(f"pack: expected integers or bools, got {name} of {value.dtype}; a float would be compared bit by bit")
+        first = value if first is None else first
+        if value.shape[:2] != first.shape[:2] or value.device != first.device:
+            raise InvalidInput(
+                f"pack: expected {name} of {list(first.shape[:2])} rows and columns on {first.device}, "
+                f"got {list(value.shape[:2])} on {value.device}"
+            )
+    assert first is not None, "an empty batch was refused"
+    return first.shape[:2], first.device
+
+
+def _shape_text(value: object) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _parts(value: Tensor) -> list[Tensor]:
+    """A tensor [B, L, ...] as keys [B, L]."""
+    flat = value.detach().cpu().reshape(*value.shape[:2], -1)
+    return [flat[..., i] for i in range(flat.shape[-1])]
+
+
+def unpack(values: Tensor, forest: Forest) -> Tensor:
+    """One copy of each packed value per row that it stands for.
+
+    Args:
+        values: [1, T, ...].
+        forest: of the T tokens.
+
+    Returns:
+        [B, L, ...]; zeros where a row has no token. The gradient of a token is the sum over its rows, in a fixed order.
+
+    Raises:
+        InvalidInput: values are not [1, T, ...].
+        StaleForest: the forest has another number of tokens.
+    """
+    if not isinstance(values, Tensor) or values.dim() < 2 or values.shape[0] != 1:
+        raise InvalidInput(f"unpack: expected values [1, T, ...], got {_shape_text(values)}")
+    if values.shape[1] != forest.num_tokens:
+        raise StaleForest(f"unpack: the forest has {forest.num_tokens} tokens, the values have {values.shape[1]}")
+    result: Tensor = torch.ops.sp_compile.unpack(values[0].contiguous(), forest.tensor("index", values.device))
+    return result
