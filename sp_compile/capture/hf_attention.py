@@ -126,7 +126,20 @@ def _eager(original: types.FunctionType, raw: types.FunctionType) -> Function | 
 def _sdpa(original: types.FunctionType, raw: types.FunctionType) -> Function:
     parameters = Parameters(original)
     names, defaults = parameters.names, parameters.defaults
-    known = ("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "position_bias", "s_aux")
+    known: tuple[str, ...] = (
+        "module",
+        "query",
+        "key",
+        "value",
+        "attention_mask",
+        "dropout",
+        "scaling",
+        "is_causal",
+        "position_bias",
+        "s_aux",
+    )
+    if "softcap" not in names:
+        known = (*known, "softcap")  # swallowed by **kwargs: torch's function has no such thing, and the library computes without it
 
     def sdpa_attention(*args: Any, **kwargs: Any) -> Any:
         result = raw(*args, **kwargs)

@@ -184,7 +184,7 @@ def test_counts_kept_in_buffers_are_those_of_the_rows() -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
     assert int(shared.load.sum()) == CHOSEN * ids.numel()
     assert torch.equal(shared.load, dense.load)
-    assert torch.equal(shared.correction, dense.correction)
+    torch.testing.assert_close(shared.correction, dense.correction, rtol=1e-6, atol=0)  # steps of 0.01 whose sign comes from counts
     assert bool(dense.correction.any())
 
 
