@@ -90,7 +90,8 @@ def test_family_equals_dense(name: str, kind: str) -> None:
     compare.assert_shared(account, given)
     assert account.compiles <= 1
     compare.assert_close(found, wanted, given.real)
-    assert len(found_more) == len(wanted_more) == (3 if name in COUNTS else 1), "auxiliary loss and router logits of every layer of experts"
+    assert len(found_more) == len(wanted_more), "auxiliary loss and router logits"
+    assert len(found_more) == 3 or name not in COUNTS, "of every layer of experts; other families return them in newer versions only"
     for one, other in zip(found_more, wanted_more, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=5e-6 if one.dim() else 1e-6)
 
