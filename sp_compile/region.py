@@ -17,8 +17,8 @@ from sp_compile.backend import Shared, compile_region
 from sp_compile.batch import Padding, find_padding, make_forest
 from sp_compile.capture.graphs import example_of, is_symbolic, placeholders, size_name
 from sp_compile.capture.numbers import unchanged
-from sp_compile.debug import account, calls, regions
-from sp_compile.errors import CannotShare, NothingToShare, SharedPrefixError, StaleForest
+from sp_compile.debug import account, regions
+from sp_compile.errors import CannotShare, NothingToShare, SharedPrefixError
 from sp_compile.hidden import HiddenQueries, find_hidden_queries
 from sp_compile.inner import LOCK, Bucket, TensorSpec, compile_bucket, trained_in
 from sp_compile.layout.forest import Forest
@@ -184,8 +184,6 @@ class Region:
         forest = forest_of_call(self.packed.tensors(values))
         if forest is not None:
             return self._run_packed(values, forest)
-        if self.packed.forms and calls.in_backward():
-            raise StaleForest("a compiled region is recomputed in backward, and nothing says which forest its forward ran with")
         variant = self.variant_for(values)
         if isinstance(variant.refusal, NothingToShare):
             single = any(is_single(value) for value in values)

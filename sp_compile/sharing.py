@@ -59,22 +59,29 @@ class share:
 
 def packed_tokens(tensors: Sequence[Tensor] = ()) -> int | None:
     """T of the forest in force, None outside of `share`; a capture in backward, by recomputation, is that of its inputs."""
-    forest = forest_of_call(tensors)
+    forest = forest_of_call(tensors, must_know=False)
     return None if forest is None else forest.num_tokens
 
 
 # -- which forest a call belongs to -------------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_seen: dict[int, tuple[StorageWeakRef, Forest]] = {}  # address of a storage -> the storage, and the forest of what lies in it
+Place = tuple[int, int, tuple[int, ...]]
+"""Address of a storage, and offset and shape of a tensor in it."""
+
+_seen: dict[Place, tuple[StorageWeakRef, Forest | None]] = {}  # what was given to packed calls; None: under different forests
+_counts: set[int] = set()  # numbers of tokens of packed calls so far
 _recomputing = threading.local()
 
 
-def forest_of_call(tensors: Sequence[Tensor]) -> Forest | None:
+def forest_of_call(tensors: Sequence[Tensor], must_know: bool = True) -> Forest | None:
     """The forest of a call with these inputs, module state left out; None for a dense call.
 
     Recomputation in backward may run in another thread and outside of `share`. It is given the very memory that was checkpointed in
     forward, which says what forest was in force; later regions of the same recomputation follow the first.
+
+    Raises:
+        StaleForest: a recomputation looks like that of a packed call, and nothing says of which (None if it need not be known).
     """
     forest = _current.get()
     if not calls.in_backward():
@@ -86,18 +93,29 @@ def forest_of_call(tensors: Sequence[Tensor]) -> Forest | None:
         _recomputing.last = (task, known)
         return known
     last: tuple[int, Forest] | None = getattr(_recomputing, "last", None)
-    return last[1] if last is not None and last[0] == task else forest
+    if last is not None and last[0] == task:
+        return last[1]
+    if must_know and forest is None and any(t.dim() > 1 and t.shape[0] == 1 and not _counts.isdisjoint(t.shape[1:]) for t in tensors):
+        raise StaleForest(
+            "a compiled region is recomputed in backward on one row of as many tokens as a packed call had, and nothing says which forest "
+            "its forward ran with: its inputs are no memory that was checkpointed, or were used with several forests. Compile what is "
+            "checkpointed as a whole, so that the region gets the checkpointed inputs themselves"
+        )
+    return forest
 
 
 def _remember(tensors: Sequence[Tensor], forest: Forest) -> None:
     with _lock:
         for tensor in tensors:
             if type(tensor) is Tensor and forest.num_tokens in tensor.shape:
-                storage = tensor.untyped_storage()
-                _seen[storage._cdata] = (StorageWeakRef(storage), forest)
+                place, storage = _place(tensor), tensor.untyped_storage()
+                known = _seen.get(place)
+                other = known is not None and not known[0].expired() and known[1] is not forest
+                _seen[place] = (StorageWeakRef(storage), None if other else forest)
+        _counts.add(forest.num_tokens)
         if len(_seen) >= _seen_limit():
-            for address in [address for address, (storage, _) in _seen.items() if storage.expired()]:
-                del _seen[address]
+            for place in [place for place, (storage, _) in _seen.items() if storage.expired()]:
+                del _seen[place]
             _recomputing.limit = 2 * len(_seen)
 
 
@@ -111,10 +129,14 @@ def _recall(tensors: Sequence[Tensor]) -> Forest | None:
     with _lock:
         for tensor in sorted(tensors, key=lambda t: not t.requires_grad):
             if type(tensor) is Tensor:
-                found = _seen.get(tensor.untyped_storage()._cdata)
-                if found is not None and not found[0].expired():
+                found = _seen.get(_place(tensor))
+                if found is not None and found[1] is not None and not found[0].expired():
                     return found[1]
     return None
+
+
+def _place(tensor: Tensor) -> Place:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(map(int, tensor.shape))
 
 
 # -- from a dense batch to packed values and back -------------------------------------------------------------------------------------
@@ -133,6 +155,7 @@ class Packed:
     inputs: dict[str, Tensor]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # work on the host
 def pack(batch: Mapping[str, Tensor], *, mask: str = "attention_mask", positions: str | None = "position_ids") -> Packed:
     """Finds the shared prefixes of a dense batch and packs its tensors.
 
@@ -140,7 +163,8 @@ def pack(batch: Mapping[str, Tensor], *, mask: str = "attention_mask", positions
         batch: token inputs [B, L] or [B, L, ...] by name, integers or bools: every one of them is part of what rows must agree in to
             share a token. Leave out what belongs to rows, such as labels, and use it on unpacked values.
         mask: name of the entry whose zeros mark padding, which is dropped; it need not be there. The packed mask is all ones.
-        positions: name under which the dense columns are given to the model unless the batch holds it; None: not at all.
+        positions: name under which the dense columns are given to the model unless the batch holds it; None: not at all. A model whose
+            positions are counted from the mask (OPT) needs its own ones in the batch.
 
     Returns:
         The forest and the packed inputs, on the batch's device.
@@ -192,6 +216,7 @@ def _parts(value: Tensor) -> list[Tensor]:
     return [flat[..., i] for i in range(flat.shape[-1])]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # work on the host
 def unpack(values: Tensor, forest: Forest) -> Tensor:
     """One copy of each packed value per row that it stands for.
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import sp_compile
 from sp_compile.backend import shared_prefix
 from sp_compile.errors import CannotShare, InvalidInput, StaleForest
+from sp_compile.layout import Forest
 from tests.e2e.compare import GRADIENTS, LOGITS, outputs, relative, weighting
 from tests.e2e.models import VOCABULARY, Gpt, Rope, qwen3, spread
 from tests.e2e.scenarios import Batch, batches
@@ -272,6 +273,67 @@ def test_contexts_nest_and_end_with_an_error() -> None:
             fail()
         assert packed_tokens() == first.num_tokens
     assert packed_tokens() is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_behind_other_work_in_a_checkpoint_is_an_error(reentrant: bool) -> None:
+    """It is recomputed on new memory; a reentrant checkpoint captures it anew besides, with gradients."""
+    torch._dynamo.reset()
+    block = nn.Linear(8, 8)
+    call = torch.compile(lambda x: block(nn.functional.scaled_dot_product_attention(*[x[:, None]] * 3, is_causal=True)[:, 0]),
+                         backend=shared_prefix, options={"inner": "eager"})  # fmt: skip
+    packed = sp_compile.pack({"input_ids": FEW[0].tensor("input_ids")})
+    x = torch.randn(1, packed.forest.num_tokens, 8, requires_grad=True)
+    with sp_compile.share(packed.forest):
+        out = checkpoint(lambda y: call(y * 2), x, use_reentrant=reentrant)
+    with pytest.raises(StaleForest, match="recomputed"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_parts_of_one_tensor_with_forests_of_their_own(reentrant: bool) -> None:
+    """Two micro-batches of equally many tokens, cut from one tensor."""
+    torch._dynamo.reset()
+    linear = nn.Linear(8, 8)
+
+    def attend(x: Tensor) -> Tensor:
+        return linear(nn.functional.scaled_dot_product_attention(*[x[:, None]] * 3, is_causal=True)[:, 0])
+
+    call = torch.compile(attend, backend=shared_prefix, options={"inner": "eager"})
+    forests = [Forest.from_rows([[1, 2, 3, 4], [1, 2, 5]]), Forest.from_rows([[1, 2, 3], [1, 7, 8]])]
+    assert forests[0].num_tokens == forests[1].num_tokens == 5
+    whole = torch.randn(1, 10, 8, requires_grad=True)
+    wanted = torch.autograd.grad(
+        sum(attend_on(attend, part, forest) for part, forest in zip(whole.split(5, 1), forests, strict=True)), whole
+    )[0]
+    total: Any = 0
+    for part, forest in zip(whole.split(5, 1), forests, strict=True):
+        with sp_compile.share(forest):
+            total = total + checkpoint(call, part, use_reentrant=reentrant).square().sum()
+    assert relative(torch.autograd.grad(total, whole)[0] if not reentrant else backward_of(total, whole), wanted) <= GRADIENTS
+
+
+def attend_on(function: Callable[[Tensor], Tensor], part: Tensor, forest: Forest) -> Any:
+    """The sum over tokens of the squares of a dense run on the rows, each token once."""
+    rows = sp_compile.unpack(part, forest)
+    out = function(rows)
+    row, column = forest.tensors(("row", "column"), "cpu")
+    return out[row, column].square().sum()
+
+
+def backward_of(total: Tensor, leaf: Tensor) -> Tensor:
+    leaf.grad = None
+    total.backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def test_pack_in_a_compiled_function() -> None:
+    """A graph break, as for any work on the host."""
+    torch._dynamo.reset()
+    ids = FEW[0].tensor("input_ids")
+    made = torch.compile(lambda x: sp_compile.pack({"input_ids": x}).inputs["input_ids"] * 2, backend="eager")(ids)
+    assert torch.equal(made, sp_compile.pack({"input_ids": ids}).inputs["input_ids"] * 2)
 
 
 def test_a_recomputation_without_a_forest_is_an_error() -> None:
