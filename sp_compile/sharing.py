@@ -93,15 +93,23 @@ def forest_of_call(tensors: Sequence[Tensor], must_know: bool = True) -> Forest 
         _recomputing.last = (task, known)
         return known
     last: tuple[int, Forest] | None = getattr(_recomputing, "last", None)
-    if last is not None and last[0] == task:
-        return last[1]
-    if must_know and forest is None and any(t.dim() > 1 and t.shape[0] == 1 and not _counts.isdisjoint(t.shape[1:]) for t in tensors):
+    guess = last[1] if last is not None and last[0] == task else forest
+    if guess is not None and _only_one(guess):
+        return guess
+    if must_know and any(t.dim() > 1 and t.shape[0] == 1 and not _counts.isdisjoint(t.shape[1:]) for t in tensors):
         raise StaleForest(
             "a compiled region is recomputed in backward on one row of as many tokens as a packed call had, and nothing says which forest "
             "its forward ran with: its inputs are no memory that was checkpointed, or were used with several forests. Compile what is "
             "checkpointed as a whole, so that the region gets the checkpointed inputs themselves"
         )
-    return forest
+    return None
+
+
+def _only_one(forest: Forest) -> bool:
+    """Whether no other forest of as many tokens has inputs that are still alive."""
+    with _lock:
+        alive = [other for storage, other in _seen.values() if not storage.expired()]
+    return all(other is forest or (other is not None and other.num_tokens != forest.num_tokens) for other in alive)
 
 
 def _remember(tensors: Sequence[Tensor], forest: Forest) -> None:
