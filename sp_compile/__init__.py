@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sp_compile.debug.explain import explain
     from sp_compile.layout.forest import Forest
     from sp_compile.sharing import Packed, pack, share, unpack
+    from sp_compile.training.logprobs import token_logprobs
 
 __all__ = [
     "CannotShare",
@@ -45,6 +46,7 @@ __all__ = [
     "last_run",
     "pack",
     "share",
+    "token_logprobs",
     "unpack",
 ]
 
@@ -54,7 +56,7 @@ except importlib.metadata.PackageNotFoundError:  # a checkout on the path, not i
     __version__ = "0+unknown"
 
 # Imported on first use: they import torch, which importing the package alone does not.
-_LAZY = {"Forest": "layout.forest", "explain": "debug.explain", "last_run": "debug.account"}
+_LAZY = {"Forest": "layout.forest", "explain": "debug.explain", "last_run": "debug.account", "token_logprobs": "training.logprobs"}
 _LAZY |= dict.fromkeys(("Packed", "pack", "share", "unpack"), "sharing")
 
 

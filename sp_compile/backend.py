@@ -20,15 +20,20 @@ from sp_compile.analysis.packed_inputs import read_packed_inputs
 from sp_compile.capture import install, require_tested, set_backend
 from sp_compile.capture.checkpoint import inline_checkpoints
 from sp_compile.capture.graphs import is_module_state, placeholders
+from sp_compile.capture.local_sums import functional_sums
 from sp_compile.capture.numbers import freeze_numbers
 from sp_compile.capture.shapes import ensure_symbolic
 from sp_compile.capture.split_graphs import split_refusal
 from sp_compile.capture.torch_attention import mark_attention
+from sp_compile.capture.torch_convolutions import mark_convolutions
 from sp_compile.capture.transforms import refuse_transforms, restored_levels
 from sp_compile.debug import dump
 from sp_compile.lowering.select import SelectKernels
 from sp_compile.options import Options
 from sp_compile.passes.add_forest_masks import AddForestMasks
+from sp_compile.passes.expand_multiplicities import ExpandMultiplicities
+from sp_compile.passes.fork_states import ForkStates
+from sp_compile.passes.refine_sharing import RefineSharing
 from sp_compile.passes.runner import PassRecord, run_passes
 from sp_compile.passes.share_prefixes import SharePrefixes
 from sp_compile.passes.sink_unpacking import SinkUnpacking
@@ -38,8 +43,11 @@ from sp_compile.passes.stage import Context, Pass
 def pipeline(options: Options) -> list[Pass]:
     """The passes in order."""
     return [
+        RefineSharing(),  # decides on which forest share_prefixes computes what looks ahead
         SharePrefixes(),
         AddForestMasks(),  # needs the markers that share_prefixes leaves
+        ForkStates(),  # beside it: recurrences get the same forest
+        ExpandMultiplicities(options.count_padding),  # before gathers move: a reduction stands beside the one it reads
         SinkUnpacking(),  # after all packed nodes exist, so that gathers can move past every one of them
         SelectKernels(options.kernels),  # last: later passes would not know the implementations
     ]
@@ -78,7 +86,7 @@ def compile_region(module: torch.fx.GraphModule, values: Sequence[Any], options:
     """
     refuse_transforms(module)
     module, numbers = freeze_numbers(inline_checkpoints(module), values)
-    module = mark_attention(module, values)
+    module = mark_attention(mark_convolutions(functional_sums(module)), values, packed=tokens is not None)
     inputs = read_inputs(module.graph, values) if tokens is None else read_packed_inputs(module.graph, values, tokens)
     with restored_levels():
         context = Context(analyse(module, inputs))

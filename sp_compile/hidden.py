@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from sp_compile.analysis.refusals import source_line
 from sp_compile.capture.graphs import placeholders
 from sp_compile.errors import CannotShare
 from sp_compile.ops.blocking import BLOCKED
@@ -32,6 +33,17 @@ class HiddenQueries:
     graph: torch.fx.GraphModule
     arguments: tuple[int, ...]
     mask: FiniteMask
+
+    def why_not(self, values: Sequence[Any], kept: torch.Tensor) -> CannotShare | None:
+        """Why this batch cannot be shared, if a query that is computed (bool [B, L], true if it is) sees no key."""
+        if not bool((kept & self.find(values, *kept.shape)).any()):
+            return None
+        return CannotShare(
+            "a query at padding sees no key under a mask of finite scores, so it sees all keys of its row, later ones included",
+            node=self.mask.node.name,
+            source=source_line(self.mask.node),
+            advice="Give the first real token of a left-padded row the label -100, or use attention with bool masks (sdpa).",
+        )
 
     def find(self, values: Sequence[Any], rows: int, columns: int) -> torch.Tensor:
         """bool [B, L] on the CPU: true where a query of the row sees no key."""
@@ -65,7 +77,7 @@ def find_hidden_queries(context: Context, module: torch.fx.GraphModule) -> list[
     numbers = {node: number for number, node in enumerate(placeholders(context.analysis.graph))}
     for mask in context.finite:
         if mask not in found:
-            graph, arguments = _cut(mask.node, numbers)
+            graph, arguments = cut_out(mask.node, numbers)
             known = [context.analysis.nodes[node].tensors for node in context.analysis.nodes if node is mask.node]
             if not all(layout.entry for layouts in known for layout in layouts):
                 raise CannotShare(
@@ -77,7 +89,7 @@ def find_hidden_queries(context: Context, module: torch.fx.GraphModule) -> list[
     return list(found.values())
 
 
-def _cut(wanted: torch.fx.Node, numbers: dict[torch.fx.Node, int]) -> tuple[torch.fx.Graph, tuple[int, ...]]:
+def cut_out(wanted: torch.fx.Node, numbers: dict[torch.fx.Node, int]) -> tuple[torch.fx.Graph, tuple[int, ...]]:
     """The part of a captured graph that a value depends on, and the numbers of the inputs it reads."""
     needed, todo = set[torch.fx.Node](), [wanted]
     while todo:

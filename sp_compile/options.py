@@ -20,6 +20,8 @@ class Options:
         inner: compiler of the rewritten graph: "inductor", "aot_eager" or "eager".
         kernels: names of implementations to prefer, in order (`explain()` lists them).
         disable: names of passes to leave out.
+        count_padding: whether row padding counts in reductions over tokens; None: as in the dense graph, where it does unless a mask
+            multiplies it. Setting it where nothing is shared is an error.
         dump: folder for the graph before and after every pass.
     """
 
@@ -28,6 +30,7 @@ class Options:
     inner: str = "inductor"
     kernels: tuple[str, ...] = ()
     disable: tuple[str, ...] = ()
+    count_padding: bool | None = None
     dump: str | None = None
 
 
@@ -55,6 +58,8 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         raise InvalidOption(f"option min_sharing takes a number of at least 1 (logical over physical tokens), got {sharing!r}")
     if values.get("inner", "inductor") not in ("inductor", "aot_eager", "eager"):
         raise InvalidOption(f"option inner takes 'inductor', 'aot_eager' or 'eager', got {values['inner']!r}")
+    if not isinstance(values.get("count_padding"), bool | None):
+        raise InvalidOption(f"option count_padding takes None, True or False, got {values['count_padding']!r}")
     dump = values.get("dump")
     if dump is not None:
         if not isinstance(dump, str | os.PathLike):

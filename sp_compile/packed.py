@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
-from sp_compile.analysis.facts import MaskSpec
-from sp_compile.analysis.packed_inputs import require_causal
+from sp_compile.analysis.packed_inputs import read_window
+from sp_compile.blocks import find_block_tables
 from sp_compile.capture.graphs import example_of, is_module_state, is_symbolic, placeholders, token_dims
 from sp_compile.errors import CannotShare, StaleForest
 from sp_compile.inner import LOCK, Bucket, TensorSpec, compile_bucket, trained_in
 from sp_compile.layout.forest import Forest
-from sp_compile.layout.tensors import symbolic_shape
+from sp_compile.layout.tensors import device_of, symbolic_shape
 from sp_compile.passes.runner import PassRecord
 from sp_compile.passes.stage import Context, Input, Source, input_of
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Ties = tuple[tuple[int, int], ...]
 """(input number, dimension) of everything that runs over the tokens."""
 
+Windows = tuple[tuple[int, "int | None"], ...]
+"""Of each (query, key) mask among the inputs: (input number, window or None)."""
+
 
 class PackedGraph:
     """A graph rewritten for packed inputs, and its compiled forms."""
@@ -32,8 +35,7 @@ class PackedGraph:
         self.shared, self.inner, self.most = shared, inner, most
         self.buckets: list[Bucket] = []
         self.given = [input_of(node) for node in placeholders(shared.graph.graph)]
-        nodes = zip(placeholders(shared.context.analysis.graph), shared.inputs.layouts, strict=True)
-        self.masks = [(n, node.name) for n, (node, layout) in enumerate(nodes) if layout is not None and isinstance(layout.fact, MaskSpec)]
+        self.checks = find_block_tables(shared.context, shared.graph)
 
     refusal = None
 
@@ -61,9 +63,10 @@ class PackedGraph:
         sizes = {"T": forest.num_tokens, "B": forest.num_rows, "L": forest.num_columns}
         for given in self.given:
             if given.source is Source.FOREST:
-                tensor = forest.tensor(str(given.key), "cpu")
-                named = zip(symbolic_shape(str(given.key))[0], tensor.shape, strict=True)
-                sizes |= {name: int(real) for name, real in named if isinstance(name, str) and name not in sizes}
+                shape = symbolic_shape(str(given.key))[0]
+                if any(isinstance(name, str) and name not in sizes for name in shape):
+                    named = zip(shape, forest.tensor(str(given.key), self._device(values)).shape, strict=True)
+                    sizes |= {name: int(real) for name, real in named if isinstance(name, str)}
             elif given.source in (Source.ARGUMENT, Source.SIZE):
                 fake, value = self.shared.inputs.fakes[int(given.key)], values[int(given.key)]
                 pairs = zip(fake.shape, value.shape, strict=True) if isinstance(fake, torch.Tensor) else [(fake, value)]
@@ -84,7 +87,9 @@ class PackedGraph:
             return value
         if given.source is Source.FOREST:
             shape, dtype = symbolic_shape(str(given.key))
-            return TensorSpec(shape, dtype, self._device(values))
+            return TensorSpec(shape, dtype, device_of(str(given.key), self._device(values)))
+        if given.source is Source.HIDES:
+            return TensorSpec((1,), torch.int64, torch.device("cpu"))
         if given.source is Source.SIZE:
             return self._name(self.shared.inputs.fakes[int(given.key)])
         return {Source.TOKENS: "T", Source.ROWS: "B", Source.COLUMNS: "L"}[given.source]
@@ -95,6 +100,8 @@ class PackedGraph:
             return value.contiguous() if _has_symbols(self.shared.inputs.fakes[int(given.key)]) else value
         if given.source is Source.FOREST:
             return forest.tensor(str(given.key), self._device(values))
+        if given.source is Source.HIDES:
+            return torch.ones(1, dtype=torch.int64)  # not known without waiting for the device
         if given.source is Source.SIZE:
             return values[int(given.key)]
         return {Source.TOKENS: forest.num_tokens, Source.ROWS: forest.num_rows, Source.COLUMNS: forest.num_columns}[given.source]
@@ -117,12 +124,12 @@ def _has_symbols(fake: Any) -> bool:
 
 
 class PackedGraphs:
-    """The packed forms of one captured graph, one for each set of dimensions that run over the tokens."""
+    """The packed forms of one captured graph, one for each set of dimensions that run over the tokens, and windows of masks passed in."""
 
     def __init__(self, module: torch.fx.GraphModule, rewrite: Callable[[Sequence[Any], int], Shared], inner: str, most: int) -> None:
         self.rewrite, self.inner, self.most = rewrite, inner, most
-        self.forms: dict[Ties, PackedGraph | CannotShare] = {}
-        nodes = placeholders(module.graph)
+        self.forms: dict[tuple[Ties, Windows], PackedGraph | CannotShare] = {}
+        nodes = self.nodes = placeholders(module.graph)
         self.own = [n for n, node in enumerate(nodes) if isinstance(example_of(node), torch.Tensor) and not is_module_state(node)]
         self.symbolic = {(n, d) for n in self.own for d, size in enumerate(example_of(nodes[n]).shape) if is_symbolic(size)}
 
@@ -142,16 +149,18 @@ class PackedGraphs:
             shapes = ", ".join(str(list(values[n].shape)) for n in self.own) or "none"
             raise StaleForest(f"share: the forest has {forest.num_tokens} tokens, which no input of the compiled region has: {shapes}")
         ties = tuple(tie for tie in ties if tie in self.symbolic)
-        if ties not in self.forms:
+        pairs = [n for n, dims in _by_input(ties).items() if len(dims) == 2 and not values[n].requires_grad]
+        key = ties, tuple((n, read_window(self.nodes[n].name, values[n])) for n in pairs)
+        if key not in self.forms:
             try:
-                self.forms[ties] = PackedGraph(self.rewrite(values, forest.num_tokens), self.inner, self.most)
+                self.forms[key] = PackedGraph(self.rewrite(values, forest.num_tokens), self.inner, self.most)
             except CannotShare as refused:
-                if not any(len(dims) == 2 for dims in _by_input(ties).values()):
-                    self.forms[ties] = refused  # for good, as it does not depend on the values of a mask
-                raise
-        found = self.forms[ties]
+                self.forms[key] = refused
+        found = self.forms[key]
         if isinstance(found, CannotShare):
             raise found
-        for number, name in found.masks:
-            require_causal(name, values[number])
+        for check in found.checks:
+            why = check.why_not(values)
+            if why is not None:
+                raise why
         return found

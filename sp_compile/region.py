@@ -11,14 +11,15 @@ import sympy
 import torch
 import torch.fx
 
+from sp_compile.analysis.given_masks import Reading, pair_inputs, read_all, relied_inputs
 from sp_compile.analysis.inputs import GraphInputs, constants_hold, is_single, static_refusal
-from sp_compile.analysis.refusals import source_line
 from sp_compile.backend import Shared, compile_region
-from sp_compile.batch import Padding, find_padding, make_forest
+from sp_compile.batch import Padding, find_padding, hides, make_forest
+from sp_compile.blocks import BlockTables, find_block_tables
 from sp_compile.capture.graphs import example_of, is_symbolic, placeholders, size_name
 from sp_compile.capture.numbers import unchanged
 from sp_compile.debug import account, regions
-from sp_compile.errors import CannotShare, NothingToShare, SharedPrefixError
+from sp_compile.errors import CannotShare, InvalidOption, NothingToShare, SharedPrefixError
 from sp_compile.hidden import HiddenQueries, find_hidden_queries
 from sp_compile.inner import LOCK, Bucket, TensorSpec, compile_bucket, trained_in
 from sp_compile.layout.forest import Forest
@@ -77,8 +78,9 @@ class Variant:
     shared: Shared | None = None
     refusal: CannotShare | None = None
     padding: Padding | None = None
-    hidden: list[HiddenQueries] = dataclasses.field(default_factory=list)
+    checks: list[HiddenQueries | BlockTables] = dataclasses.field(default_factory=list)
     trained: tuple[bool, ...] = ()
+    given: dict[int, Reading] = dataclasses.field(default_factory=dict)
     buckets: list[Bucket] = dataclasses.field(default_factory=list)
 
     @property
@@ -99,7 +101,9 @@ class Variant:
 
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether every dimension tied to B or L has that size in this call, every written-in number its value, and the same inputs
-        require grad: what does not may be computed on rows."""
+        require grad: what does not may be computed on rows. Masks that were passed in have to hide what they hid, too."""
+        if read_all(self.given, values) != self.given:
+            return False
         if self.shared is None:
             return True
         sizes = self.shared.inputs.sizes
@@ -140,9 +144,14 @@ class Region:
                 return found
             try:
                 shared = compile_region(self.module, values, self.options)
-                hidden = find_hidden_queries(shared.context, self.module)
+                checks: list[HiddenQueries | BlockTables] = [
+                    *find_hidden_queries(shared.context, self.module),
+                    *find_block_tables(shared.context, self.module),
+                ]
+            except InvalidOption:
+                raise
             except CannotShare as refused:
-                return self.refuse(refused)
+                return self.refuse(refused, given=read_all(pair_inputs(self.module.graph), values))
             except (
                 SharedPrefixError,
                 AssertionError,
@@ -158,18 +167,19 @@ class Region:
                 why = CannotShare(f"internal error, {type(error).__name__}: {error}", advice="Please report it with the model.")
                 why.__cause__ = error
                 return self.refuse(why)
-            made = Variant(shared, None, find_padding(shared.graph, shared.context), hidden, trained_in(values))
+            given = read_all(relied_inputs(shared.context.analysis), values)
+            made = Variant(shared, None, find_padding(shared.graph, shared.context), checks, trained_in(values), given)
             self.variants.append(made)
             return made
 
     def _variant(self, values: Sequence[Any]) -> Variant | None:
         return next((variant for variant in self.variants if variant.fits(values)), None)
 
-    def refuse(self, refused: CannotShare, warn: bool = True) -> Variant:
+    def refuse(self, refused: CannotShare, warn: bool = True, given: dict[int, Reading] | None = None) -> Variant:
         warn = warn and not isinstance(refused, NothingToShare)
         if warn:
             self._warn(refused)
-        made = Variant(refusal=refused)
+        made = Variant(refusal=refused, given=given or {})
         self.variants.append(made)
         return made
 
@@ -195,25 +205,19 @@ class Region:
             return self._run_dense(
                 values, forest=forest, note=f"sharing {forest.sharing:.3f} is below min_sharing {self.options.min_sharing}"
             )
-        keyless = self._keyless(variant, values, forest)
-        if keyless is not None:
-            return self._run_dense(values, refused=str(keyless))
+        unfit = self._unfit(variant, values, forest)
+        if unfit is not None:
+            return self._run_dense(values, refused=str(unfit))
         bucket = self._bucket(variant, values, forest)
         assert variant.shared is not None, "a variant without refusal is shared"
         account.record(self, values, forest=forest, variant=variant)
         return bucket.call(*self._feed(variant, values, forest))
 
-    def _keyless(self, variant: Variant, values: Sequence[Any], forest: Forest) -> CannotShare | None:
-        """Why this batch cannot be shared if a query that is computed sees no key of a mask of finite scores, else None."""
-        for hidden in variant.hidden:
-            kept = torch.from_numpy(forest.index >= 0)
-            if bool((kept & hidden.find(values, *kept.shape)).any()):
-                why = CannotShare(
-                    "a query at padding sees no key under a mask of finite scores, so it sees all keys of its row, later ones included",
-                    node=hidden.mask.node.name,
-                    source=source_line(hidden.mask.node),
-                    advice="Give the first real token of a left-padded row the label -100, or use attention with bool masks (sdpa).",
-                )
+    def _unfit(self, variant: Variant, values: Sequence[Any], forest: Forest) -> CannotShare | None:
+        """Why this batch cannot be shared although the graph can be."""
+        for check in variant.checks:
+            why = check.why_not(values, torch.from_numpy(forest.index >= 0))
+            if why is not None:
                 self._warn(why)
                 return why
         return None
@@ -249,10 +253,10 @@ class Region:
                     values[int(given.key)]
                 )
             elif given.source is Source.FOREST:
-                tensor = forest.tensor(str(given.key), "cpu")
-                for name, real in zip(symbolic_shape(str(given.key))[0], tensor.shape, strict=True):
-                    if isinstance(name, str):
-                        sizes.setdefault(name, int(real))
+                shape = symbolic_shape(str(given.key))[0]
+                if any(isinstance(name, str) and name not in sizes for name in shape):
+                    real = self._forest_tensor(forest, str(given.key), variant, values).shape
+                    sizes.update((name, int(size)) for name, size in zip(shape, real, strict=True) if isinstance(name, str))
         return sizes
 
     def _bucket(self, variant: Variant, values: Sequence[Any], forest: Forest) -> Bucket:
@@ -285,6 +289,8 @@ class Region:
         if given.source is Source.FOREST:
             tensor = self._forest_tensor(forest, str(given.key), variant, values)
             return TensorSpec(symbolic_shape(str(given.key))[0], tensor.dtype, tensor.device)
+        if given.source is Source.HIDES:
+            return TensorSpec((1,), torch.int64, torch.device("cpu"))
         if given.source is Source.SIZE:
             return self._size_name(variant.shared.inputs, variant.shared.inputs.fakes[int(given.key)])
         return {Source.TOKENS: "T", Source.ROWS: "B", Source.COLUMNS: "L"}[given.source]
@@ -297,16 +303,23 @@ class Region:
             return "B"
         return "L" if expr == inputs.symbols.columns else str(expr)
 
-    def _forest_tensor(self, forest: Forest, name: str, variant: Variant, values: Sequence[Any]) -> torch.Tensor:
+    @staticmethod
+    def _device(variant: Variant, values: Sequence[Any]) -> torch.device:
         assert variant.shared is not None, "a variant without refusal is shared"
-        return forest.tensor(name, values[variant.shared.inputs.sizes.batch[0]].device)
+        device: torch.device = values[variant.shared.inputs.sizes.batch[0]].device
+        return device
+
+    def _forest_tensor(self, forest: Forest, name: str, variant: Variant, values: Sequence[Any]) -> torch.Tensor:
+        return forest.tensor(name, self._device(variant, values))
 
     def _feed(self, variant: Variant, values: Sequence[Any], forest: Forest) -> list[Any]:
         assert variant.shared is not None, "a variant without refusal is shared"
-        sizes = {Source.TOKENS: forest.num_tokens, Source.ROWS: forest.num_rows, Source.COLUMNS: forest.index.shape[1]}
+        sizes = {Source.TOKENS: forest.num_tokens, Source.ROWS: forest.num_rows, Source.COLUMNS: forest.num_columns}
         fed: list[Any] = []
-        for node in placeholders(variant.shared.graph.graph):
-            given = input_of(node)
+        wanted = [input_of(node) for node in placeholders(variant.shared.graph.graph)]
+        names = [str(given.key) for given in wanted if given.source is Source.FOREST]
+        forest.tensors(names, self._device(variant, values))  # what is missing travels in one copy
+        for given in wanted:
             if given.source is Source.ARGUMENT:
                 value = values[int(given.key)]
                 symbolic = isinstance(value, torch.Tensor) and any(
@@ -315,6 +328,8 @@ class Region:
                 fed.append(value.contiguous() if symbolic else value)
             elif given.source is Source.FOREST:
                 fed.append(self._forest_tensor(forest, str(given.key), variant, values))
+            elif given.source is Source.HIDES:
+                fed.append(hides(values[int(given.key)], forest))
             elif given.source is Source.SIZE:
                 fed.append(values[int(given.key)])
             else:
@@ -324,6 +339,10 @@ class Region:
     # -- the dense graph ------------------------------------------------------------------------------------------------------
 
     def _run_dense(self, values: Sequence[Any], **said: Any) -> Any:
+        if self.options.count_padding is not None:
+            raise InvalidOption(
+                f"option count_padding is set, but nothing is shared: {said.get('refused') or said.get('note') or 'no tokens'}"
+            )
         bucket = self._dense_bucket(values)
         account.record(self, values, **said)
         return bucket.call(*self._dense_feed(values))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from sp_compile.analysis.facts import MaskSpec, facing
+from sp_compile.analysis.facts import MaskSpec, TwoValued, facing
 from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout
 from sp_compile.analysis.memory import storage_of
 from sp_compile.capture.torch_spelling import spelled
@@ -36,7 +36,7 @@ def mask_and_bias(mode: Any, name: str | None, found: Mapping[torch.fx.Node, Any
     if len(parts) != 2 or len(values) != 2 or any(_overwritten(mode, value) for value in values):
         return None
     for mask, bias in (values, values[::-1]):
-        if _hides(mode.layout_of(mask)) and not _hides(mode.layout_of(bias)) and _fits(mode.layout_of(bias), mode.symbols.rows_dim):
+        if _is_structured(mode.layout_of(mask)) and not _hides(mode.layout_of(bias)) and _fits(mode.layout_of(bias), mode.symbols.rows_dim):
             return mask, bias
     return None
 
@@ -57,6 +57,11 @@ def _overwritten(mode: Any, value: torch.Tensor) -> bool:
     """Whether something was written to the memory of a value after it was made."""
     known = mode.known.get(id(value))
     return known is None or mode.stored[storage_of(value)].version > known[2]
+
+
+def _is_structured(layout: Layout) -> bool:
+    """Whether a mask is known to the last pair; one that is carried as a matrix takes a bias along."""
+    return _hides(layout) and (not isinstance(layout.fact, TwoValued) or layout.fact.exact)
 
 
 def _hides(layout: Layout) -> bool:

@@ -20,14 +20,18 @@ from sp_compile.ops.blocking import BLOCKED, is_blocking
 
 @dataclasses.dataclass(frozen=True)
 class Atom:
-    """`column[left] - column[right] >= bound`, a condition on the column numbers along two dimensions."""
+    """`column[left] - column[right] >= bound`, a condition on the column numbers along two dimensions.
+
+    With `given`, that it decides is no property of the graph but was read in the values of that input, and has to be looked at again.
+    """
 
     left: int
     right: int
     bound: int
+    given: str | None = None
 
     def negated(self) -> Atom:
-        return Atom(self.right, self.left, 1 - self.bound)
+        return Atom(self.right, self.left, 1 - self.bound, self.given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,7 +332,7 @@ def renumber(fact: Fact | None, places: Mapping[int, int]) -> Fact | None:
             if isinstance(condition, Atom):
                 if condition.left not in places or condition.right not in places:
                     return None
-                moved.add(Atom(places[condition.left], places[condition.right], condition.bound))
+                moved.add(dataclasses.replace(condition, left=places[condition.left], right=places[condition.right]))
             elif isinstance(condition, SameChunk):
                 if condition.left not in places or condition.right not in places:
                     return None

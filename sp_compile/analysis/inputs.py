@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from sp_compile.analysis.facts import Constant, Nonzero, Triangle
+from sp_compile.analysis.given_masks import given_fact
 from sp_compile.analysis.layouts import COLUMN, TOKENS, UNIFORM, Layout, Symbols
 from sp_compile.capture.graphs import blocking_number, example_of, is_module_state, is_symbolic, placeholders
 from sp_compile.errors import CannotShare, NothingToShare
@@ -98,6 +99,9 @@ def find_token_input(graph: torch.fx.Graph) -> int:
         given = [example_of(node) for node in nodes if not is_module_state(node)]
         if any(is_single(value) for value in given):
             raise NothingToShare("one row, or one or two columns, which torch takes for constants, have next to nothing to share")
+        fixed = [value for value in given if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()]
+        if any(is_symbolic(value.shape[0]) and int(value.shape[1]) > 2 for value in fixed if not is_symbolic(value.shape[1])):
+            raise fixed_columns()
         raise no_token_input()
     embedded = [n for n in found if any("embedding" in str(user.target) for user in nodes[n].users)]
     return (embedded or found)[0]
@@ -110,6 +114,14 @@ def is_single(value: object) -> bool:
         return False
     rows, columns = value.shape
     return (not is_symbolic(rows) and int(rows) <= 1) or (not is_symbolic(columns) and int(columns) <= 2)
+
+
+def fixed_columns() -> CannotShare:
+    return CannotShare(
+        "the number of columns is a constant of this graph: something in the model runs once per column or branches on their number",
+        advice="Write a loop over columns with ops on whole tensors, a recurrence with a scan function of a library that is known "
+        "(transformers, mamba_ssm, causal_conv1d, fla), and keep sizes out of Python conditions.",
+    )
 
 
 def no_token_input() -> CannotShare:
@@ -254,7 +266,9 @@ def _layout(node: torch.fx.Node, fake: torch.Tensor, value: torch.Tensor, symbol
             advice="Its gradient is per row and cannot be shared: pass token ids, or remove the graph break before this region.",
         )
     if all(axis.value == "L" for _, axis in layout.axes):
-        return layout.with_(reach=COLUMN, entry=True)
+        return layout.with_(reach=COLUMN, entry=True, fact=given_fact(node.name, layout, value))
+    if len(layout.columns_dims) == 2:
+        return layout.with_(reach=TOKENS, entry=True, fact=given_fact(node.name, layout, value))
     fact = Nonzero(node.name) if len(dims) == 2 and [a.value for _, a in layout.axes] == ["B", "L"] else None
     return layout.with_(reach=TOKENS, entry=True, fact=fact)
 

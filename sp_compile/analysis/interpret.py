@@ -17,15 +17,17 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from sp_compile.analysis import sites
+from sp_compile.analysis import recurrences, sites
 from sp_compile.analysis.custom_gradients import is_linear
 from sp_compile.analysis.inputs import GraphInputs
 from sp_compile.analysis.layouts import Kind, Layout, Reach, Reason, Symbols
 from sp_compile.analysis.memory import Storage, displaces, fills, returns_written, storage_of, written
 from sp_compile.analysis.refusals import refusal, source_line
 from sp_compile.analysis.rules import Call, NotPackable, judge
-from sp_compile.analysis.rules.registry import require_moved_only
+from sp_compile.analysis.rules.registry import Moves, draws_random, require_moved_only
 from sp_compile.analysis.sizes import Use, uses
+from sp_compile.analysis.state import preserved_global_state
+from sp_compile.analysis.token_sums import TokenSum, run_call
 from sp_compile.capture.graphs import placeholders
 
 
@@ -41,7 +43,10 @@ class NodeInfo:
         writes: storages the node mutates.
         body: the analysis of a higher-order op's body.
         attention: what an attention layer computes, if it can be shared.
+        scan: what a recurrence or causal convolution computes, if it can be shared.
         segments: node of the positions whose jumps, along each row, are counted by this node; for packed inputs.
+        moves: by how many columns the node moves its operand, if that is all that is between it and a packed form.
+        token_sum: the reduction over all tokens that this node is, if rows share what it reduces.
     """
 
     value: Any = None
@@ -54,6 +59,10 @@ class NodeInfo:
     body: Analysis | None = None
     attention: sites.AttentionCall | None = None
     segments: str | None = None
+    scan: recurrences.ScanCall | None = None
+    token_sum: TokenSum | None = None
+
+    moves: Moves = dataclasses.field(default_factory=Moves)
 
     @property
     def tensors(self) -> list[Layout]:
@@ -155,7 +164,7 @@ class LayoutMode(TorchDispatchMode):
         sized = any(self.symbols.mentions(size) for out in call.outputs for size in out.shape)
         if not call.outputs and rule is None and not written(call):
             return
-        if _is_random(call) and (touches or sized):
+        if draws_random(call) and (touches or sized):
             found = self.reason("random numbers are drawn per token, and rows that share a token would draw different ones", call.func,
                                 "Set dropout to 0 (or call eval()), or draw the numbers outside of the model.")  # fmt: skip
             self.random = self.random or found
@@ -181,7 +190,9 @@ class LayoutMode(TorchDispatchMode):
             found = self.reason(refused.text, call.func, refused.advice or ADVICE)
             self.fail(why or found)
             known = refused.dense
-            if known is not None and known.entry:
+            moves = refused.move is not None and known is not None and known.reach.kind <= Kind.TOKENS
+            self.info.moves.note(refused.move if moves else None)
+            if known is not None and (known.entry or (moves and not self.symbols.packed)):
                 results = [known.with_(why=known.why or why or (found if known.is_rows else None)) for _ in call.outputs]
             else:
                 results = [self.rows(out, why or found, entry) for out in call.outputs]
@@ -296,9 +307,14 @@ class _Runner(torch.fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in sites.RULES:
             return sites.apply(target, self.mode, self.n_args(), args, kwargs, self.found)
+        if target in recurrences.RULES:
+            return recurrences.apply(target, self.mode, self.n_args(), args, kwargs)
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._higher_order(target, args, kwargs)
-        return super().call_function(target, args, kwargs)
+        return run_call(self, target, args, kwargs, super().call_function)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return run_call(self, target, args, kwargs, super().call_method)
 
     def n_args(self) -> Callable[[Any], str | None]:
         """Maps a value back to the name of the node that holds it."""
@@ -328,7 +344,7 @@ class _Runner(torch.fx.Interpreter):
         given = outer.run(*gradients, *saved)
         infos = [*inner.found.values(), *outer.found.values()]
         why = next((info.failure for info in infos if info.failure), None)
-        if why is None and any(info.writes or info.numbers or info.attention for info in infos):
+        if why is None and any(info.writes or info.numbers or info.attention or info.scan or info.token_sum for info in infos):
             why = self.mode.reason("a function with a written backward writes in place, or counts rows or columns", target)
         layouts = [[self.mode.layout_of(t).dims for t in pair if isinstance(t, torch.Tensor)] for pair in zip(args, given, strict=False)]
         if why is None and any(len(pair) == 2 and pair[0] != pair[1] for pair in layouts):
@@ -351,11 +367,6 @@ class _Runner(torch.fx.Interpreter):
 
 TRANSPARENT = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
 """Higher-order ops whose result is that of their body."""
-
-
-def _is_random(call: Call) -> bool:
-    """Whether the op draws random numbers; a fused attention with dropout 0 is tagged so, but does not."""
-    return torch.Tag.nondeterministic_seeded in call.func.tags and call.arg("dropout_p") != 0.0
 
 
 def analyse(module: torch.fx.GraphModule, inputs: GraphInputs) -> Analysis:
@@ -383,18 +394,3 @@ def analyse(module: torch.fx.GraphModule, inputs: GraphInputs) -> Analysis:
         runner.run(*inputs.fakes)
     assert len(placeholders(module.graph)) == len(inputs.fakes), "every input has a fake value"
     return Analysis(module.graph, inputs, inputs.symbols, runner.found, random=mode.random)
-
-
-@contextlib.contextmanager
-def preserved_global_state() -> Any:
-    """Grad mode and autocast as they were, whatever nodes of the graph switch."""
-    devices = ("cpu", "cuda")
-    grad = torch.is_grad_enabled()
-    autocast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices}
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(grad)
-        for device, (enabled, dtype) in autocast.items():
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)

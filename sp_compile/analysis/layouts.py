@@ -145,7 +145,20 @@ class Layout:
 
     @property
     def has_spans(self) -> bool:
-        return any(isinstance(f, Span) for dim in self.dims for f in dim)
+        return any(isinstance(f, Span) for f in self.factors)
+
+    @property
+    def factors(self) -> list[Factor]:
+        """All factors, those of a changed order included."""
+        found: list[Factor] = []
+        for factor in (factor for dim in self.dims for factor in dim):
+            found += plain_factors(factor) if isinstance(factor, Permuted) else [factor]
+        return found
+
+    def lacks_last_columns(self, symbols: Symbols) -> bool:
+        """Whether each shifted or padded column axis has the batch's columns but for a number of the last ones."""
+        cuts = [symbols.columns - f.size for f in self.factors if isinstance(f, Span)]
+        return all(cut.is_Integer and cut > 0 for cut in cuts)
 
     @property
     def columns_dims(self) -> list[int]:
@@ -155,7 +168,7 @@ class Layout:
     @property
     def column_like(self) -> list[Factor]:
         """The column axes, shifted and padded ones included."""
-        return [f for dim in self.dims for f in dim if f is Axis.COLUMNS or isinstance(f, Span)]
+        return [f for f in self.factors if f is Axis.COLUMNS or isinstance(f, Span)]
 
     def moved(self, by: int) -> Reach:
         """The reach after element j became element j - by of one column axis; moving one axis back leaves what others read."""
@@ -166,6 +179,13 @@ class Layout:
 
     def with_(self, **changes: Any) -> Layout:
         return dataclasses.replace(self, **changes)
+
+
+def plain_factors(factor: Permuted) -> list[Factor]:
+    found: list[Factor] = []
+    for inner in factor.inner:
+        found += plain_factors(inner) if isinstance(inner, Permuted) else [inner]
+    return found
 
 
 def rows(why: Reason, *, entry: bool = False) -> Layout:
@@ -208,6 +228,11 @@ class Symbols:
             if sympy.fraction(quotient)[1] == 1 and not quotient.has(symbol) and rest.has(symbol):
                 found.append(axis)
                 rest = quotient
+        if found == [Axis.BATCH] and rest.free_symbols == {self.columns} and rest.is_polynomial(self.columns):
+            times = rest.coeff(self.columns, 1)
+            span = sympy.cancel(rest / times) if times != 0 else rest
+            if times.is_Integer and (span - self.columns).is_Integer:
+                return (*found, Span(span), *(() if times == 1 else (int(times),)))
         if rest.free_symbols & {self.batch, self.columns}:
             return (Span(expr),)
         return (*found, *(() if rest == 1 else (as_size(rest),)))
@@ -233,6 +258,8 @@ class Symbols:
 def covers_tokens(dim: Dim, symbols: Symbols) -> bool:
     """Whether a dimension holds every token of the batch, a number of times each."""
     axes = [factor for factor in dim if not isinstance(factor, int)]
+    if not symbols.packed:
+        axes = [Axis.COLUMNS if isinstance(factor, Span) else factor for factor in axes]
     wanted = [Axis.COLUMNS] if symbols.packed else [Axis.BATCH, Axis.COLUMNS]
     return sorted(map(repr, axes)) == sorted(map(repr, wanted))
 

@@ -23,6 +23,7 @@ class AttentionMask:
         matrix: node of a (query, key) mask that has to be carried element by element.
         finite: hidden keys have finite scores, so that a query without visible keys sees all of them alike, later ones included.
         told: window, chunk and padding say all about what is hidden; else the matrix may hide more.
+        given: inputs whose values, not the graph, hide later columns.
     """
 
     window: int | None = None
@@ -32,6 +33,7 @@ class AttentionMask:
     matrix: str | None = None
     finite: bool = False
     told: bool = True
+    given: tuple[str, ...] = ()
 
 
 class NotCausal(Exception):
@@ -84,13 +86,19 @@ def _pairwise(name: str, layout: Layout, is_causal: bool, is_bool: bool) -> Atte
             return AttentionMask(matrix=name, finite=finite, told=False)
         raise NotCausal("the attention mask is not proved to hide later columns")
     visible = 1.0 if is_bool else 0.0
-    if not is_causal and not any(isinstance(c, Atom) and c.left == query and c.right == key and c.bound >= 0 for c in fact.conditions):
+    causal = [c for c in fact.conditions if isinstance(c, Atom) and c.left == query and c.right == key and c.bound >= 0]
+    if not is_causal and not causal:
         raise NotCausal("the attention mask lets a token see later columns")
+    proved = is_causal or any(c.given is None for c in causal)
+    given = () if proved else tuple(sorted({c.given for c in causal if c.given is not None}))
     window: int | None = None
     chunk: int | None = None
     padding: str | None = None
     known = fact.exact and fact.if_true == visible
     for condition in fact.conditions:
+        if isinstance(condition, Atom) and condition.given is not None:
+            known = False  # what it says besides is not looked at in every call
+            continue
         if isinstance(condition, Atom) and (condition.left, condition.right) == (query, key) and condition.bound == 0:
             continue
         if isinstance(condition, Atom) and (condition.left, condition.right) == (key, query) and condition.bound <= 0:
@@ -105,7 +113,7 @@ def _pairwise(name: str, layout: Layout, is_causal: bool, is_bool: bool) -> Atte
     if known:
         return AttentionMask(window, chunk, padding, finite=finite)
     # what the matrix hides by itself is told as well: it lets padding be dropped, and far keys be skipped
-    return AttentionMask(window, chunk, padding, matrix=name, finite=finite, told=False)
+    return AttentionMask(window, chunk, padding, matrix=name, finite=finite, told=False, given=given)
 
 
 def _keys_only(name: str, layout: Layout, is_bool: bool) -> AttentionMask:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sp_compile.analysis import inputs as dense
 from sp_compile.analysis.facts import Constant, Fact, MaskSpec, Nonzero, Triangle
@@ -86,8 +88,7 @@ def _layout(node: torch.fx.Node, fake: torch.Tensor, value: torch.Tensor, symbol
     if not layout.has_tokens:
         return layout.with_(fact=dense.read_constant(node, value))
     if len(layout.columns_dims) == 2 and not value.requires_grad:
-        require_causal(node.name, value)
-        return layout.with_(reach=TOKENS, entry=False, fact=MaskSpec())
+        return layout.with_(reach=TOKENS, entry=False, fact=MaskSpec(window=read_window(node.name, value)))
     if len(layout.columns_dims) != 1 or layout.has_spans:
         raise CannotShare(
             f"input {node.name} {list(value.shape)} has {len(layout.columns_dims)} dimensions of the size of the tokens", node=node.name
@@ -97,23 +98,44 @@ def _layout(node: torch.fx.Node, fake: torch.Tensor, value: torch.Tensor, symbol
     return layout.with_(reach=TOKENS, entry=False, fact=fact)
 
 
-def require_causal(name: str, mask: torch.Tensor) -> None:
-    """A mask [1, 1, T, T] that was made outside of the graph is in the packed order: only "every earlier token" says the same of rows.
+_seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Windows of masks that were looked at, with the version of their memory: every layer of a model is given the same one."""
+
+
+def read_window(name: str, mask: torch.Tensor) -> int | None:
+    """The window of a mask [1, 1, T, T] that was made outside of the graph, None if every earlier token is visible.
+
+    Such a mask is in the packed order, where whoever made it saw one row. "Every earlier token" and "the last so many" say the same of
+    the rows; a window that is wider than all tokens together is wider than any row.
 
     Raises:
-        CannotShare: it is another one, such as a window or the borders of documents that were read off the positions.
+        CannotShare: it is another one, such as chunks, or the borders of documents that were read off the positions.
     """
+    stamp = (-1 if mask.is_inference() else mask._version, mask.data_ptr())
+    known = _seen.get(mask)
+    if known is not None and known[0] == stamp and stamp[0] >= 0:
+        return known[1]  # type: ignore[no-any-return]
+    window = _window_of(name, mask.detach())
+    _seen[mask] = (stamp, window)
+    return window
+
+
+def _window_of(name: str, mask: torch.Tensor) -> int | None:
     size = mask.shape[-1]
-    table = mask.detach().reshape(-1, size, size)
-    lower = torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
-    if table.dtype == torch.bool:
-        causal = bool((table == lower).all())
-    else:
-        causal = bool((table[:, lower] == 0).all()) and (size < 2 or is_blocking(float(table[:, ~lower].max())))
-    if not causal:
+    table = mask.reshape(-1, size, size)
+    visible = table if table.dtype == torch.bool else table == 0
+    band = torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
+    window = int(visible[0, :, 0].sum())
+    band = band if window == size else band.triu(1 - window)
+    right = bool((visible == band).all())
+    if right and table.dtype != torch.bool and not bool(band.all()):
+        right = is_blocking(float(table.masked_fill(band, -math.inf).max()))
+    if not right:
         raise CannotShare(
-            f"input {name} {list(mask.shape)} is an attention mask over packed tokens other than the plain causal one; in the packed "
-            "order it says nothing about rows",
+            f"input {name} {list(mask.shape)} is an attention mask over packed tokens other than a causal one, with or without a window; "
+            "in the packed order it says nothing about rows",
             node=name,
-            advice="Pass a [1, T] attention mask of ones with the packed ids, or compile the part that makes the mask.",
+            advice="Pass a [1, T] attention mask of ones with the packed ids, or compile the model as a whole, so that the graph "
+            "holds what makes the mask.",
         )
+    return None if window == size else window

@@ -11,7 +11,10 @@ from sp_compile import capture
 from sp_compile.analysis.layouts import Reason
 from sp_compile.errors import CannotShare
 
-_ADVICE = "Only causal attention may mix tokens before the last attention layer: move the op behind it, or out of the compiled model."
+_ADVICE = (
+    "Before the last layer that mixes tokens, only causal attention, causal convolutions and known recurrences may mix them: "
+    "move the op behind it, or out of the compiled model."
+)
 
 
 def refusal(why: Reason) -> CannotShare:

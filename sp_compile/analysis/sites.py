@@ -11,7 +11,7 @@ import torch.fx
 
 from sp_compile.analysis.addends import mask_and_bias
 from sp_compile.analysis.facts import Affine, Constant, MaskSpec
-from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout, Reach, Reason
+from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout, Reach, Reason, Span
 from sp_compile.analysis.masks import AttentionMask, NotCausal, read_mask
 from sp_compile.ops import sites as ops  # noqa: F401  (registers the ops)
 
@@ -77,9 +77,9 @@ def _attention(site: Site, heads_first: bool) -> Layout:
     for name, layout in (("query", q), ("key", k), ("value", v)):
         if layout.is_rows:
             return _refuse(site, f"the {name} of an attention layer is not shared", layout.why)
-        if not layout.reach.shared:
+        if layout.reach.kind > Kind.TOKENS or (site.mode.symbols.packed and not layout.reach.shared):
             return _refuse(site, f"the {name} of an attention layer looks ahead of its own column")
-        if not _attention_dims(layout, site.mode.symbols.rows_dim):
+        if not _attention_dims(layout, site.mode.symbols.rows_dim) or layout.dims[2] != q.dims[2]:
             return _refuse(site, f"the {name} of an attention layer is not [batch, heads, tokens, width] but {list(layout.dims)}")
     if site.given.get("dropout"):
         return _refuse(site, "attention dropout draws random numbers per token", advice="Set attention dropout to 0, or call eval().")
@@ -114,7 +114,7 @@ def _attention(site: Site, heads_first: bool) -> Layout:
         window=given.get("window"), softcap=given.get("softcap"), heads_first=heads_first, dtype=given["dense"].dtype,
     )  # fmt: skip
     reach = q.reach.join(k.reach).join(v.reach)
-    order: tuple[Dim, ...] = (heads, (Axis.COLUMNS,)) if heads_first else ((Axis.COLUMNS,), heads)
+    order: tuple[Dim, ...] = (heads, q.dims[2]) if heads_first else (q.dims[2], heads)
     return Layout((site.mode.symbols.rows_dim, *order, width), reach)
 
 
@@ -122,7 +122,7 @@ def _attention_dims(layout: Layout, rows: Dim) -> bool:
     return (
         len(layout.dims) == 4
         and layout.dims[0] == rows
-        and layout.dims[2] == (Axis.COLUMNS,)
+        and (layout.dims[2] == (Axis.COLUMNS,) or (len(layout.dims[2]) == 1 and isinstance(layout.dims[2][0], Span)))
         and not (layout.token_dim(1) or layout.token_dim(3))
     )
 

@@ -21,6 +21,7 @@ from sp_compile.capture.graphs import example_of, is_module_state, is_symbolic, 
 from sp_compile.errors import UnsupportedVersion
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices", "_has_dynamo_dim_marking")
+_LENGTHS = r".*\.seq_lengths\[[01]\]$"
 _state = threading.local()
 
 
@@ -55,7 +56,7 @@ def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = 
         return
     rows, columns = fixed[0].shape
     chosen = [(t, [d for d, size in enumerate(t.shape) if size > 1 and size in (rows, columns)]) for t in marked.values()]
-    raise _retrace(chosen, "capture rows and columns as symbols")
+    raise _retrace(chosen, "capture rows and columns as symbols", _holds_numbers(graph))
 
 
 def _ensure_symbolic_tokens(graph: torch.fx.Graph, values: Sequence[Any], again: bool, tokens: int, was_restart: bool) -> None:
@@ -69,11 +70,16 @@ def _ensure_symbolic_tokens(graph: torch.fx.Graph, values: Sequence[Any], again:
             chosen.append((value, dims))
             fixed = fixed or any(not is_symbolic(example.shape[dim]) for dim in dims)
     if not was_restart and (fixed or again):
-        raise _retrace(chosen, "capture the number of tokens as a symbol")
+        raise _retrace(chosen, "capture the number of tokens as a symbol", _holds_numbers(graph))
 
 
-def _retrace(chosen: Sequence[tuple[torch.Tensor, Sequence[int]]], reason: str) -> Exception:
-    """Marks dimensions as dynamic until the next capture, and gives the exception that starts it."""
+def _holds_numbers(graph: torch.fx.Graph) -> bool:
+    """Whether sizes are also numbers on objects: a BlockMask has the number of columns, to which flex_attention would tie the symbol."""
+    return any(node.target is torch.ops.higher_order.flex_attention for node in graph.nodes)
+
+
+def _retrace(chosen: Sequence[tuple[torch.Tensor, Sequence[int]]], reason: str, numbers: bool = False) -> Exception:
+    """Marks dimensions, and the lengths of block masks if asked, as dynamic until the next capture; gives the exception that starts it."""
     handler: Any = torch._dynamo.callback.callback_handler
     if finish_restart not in handler.end_callbacks:
         # a retrace that never reaches the backend must not leave marks or settings behind
@@ -83,8 +89,11 @@ def _retrace(chosen: Sequence[tuple[torch.Tensor, Sequence[int]]], reason: str) 
         kept.append((tensor, {name: copy.copy(getattr(tensor, name)) for name in _MARKS if hasattr(tensor, name)}))
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    _state.pending = (kept, fx_config.use_duck_shape)
+    sources = torch.compiler.config.dynamic_sources
+    _state.pending = (kept, fx_config.use_duck_shape, sources)
     fx_config.use_duck_shape = False
+    if numbers:
+        torch.compiler.config.dynamic_sources = ",".join(filter(None, (sources, _LENGTHS)))
     return _restart(reason)
 
 
@@ -129,8 +138,9 @@ def finish_restart(_: object = None) -> bool:
     if pending is None:
         return False
     _state.pending = None
-    kept, duck = pending
+    kept, duck, sources = pending
     fx_config.use_duck_shape = duck
+    torch.compiler.config.dynamic_sources = sources
     for tensor, before in kept:
         for name in _MARKS:
             if name in before:

@@ -29,6 +29,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.capture.graphs import blocking_number
+from sp_compile.capture.torch_flex import write_out_flex
 from sp_compile.capture.torch_products import NotAttention, Operand
 from sp_compile.capture.torch_scores import Match, read_attention
 from sp_compile.capture.torch_spelling import NUMBER, Writes, shape, spelled, tensor, written
@@ -38,7 +39,7 @@ _SITE = torch.ops.sp_compile.attention_site.default
 _SWAPS = (("transpose", (1, 2)), ("transpose", (2, 1)), ("permute", (0, 2, 1, 3)), ("permute", ((0, 2, 1, 3),)))
 
 
-def mark_attention(module: GraphModule, values: Sequence[Any] = ()) -> GraphModule:
+def mark_attention(module: GraphModule, values: Sequence[Any] = (), packed: bool = False) -> GraphModule:
     """A copy of a captured graph with a marker beside every attention found in it; the module itself if there is none.
 
     Placeholders keep their order, names, meta and source.
@@ -46,7 +47,9 @@ def mark_attention(module: GraphModule, values: Sequence[Any] = ()) -> GraphModu
     Args:
         module: the captured graph.
         values: its inputs, in which buffers with a number for hidden scores are looked up. The analysis reads them, too, and watches them.
+        packed: they are packed, so that the batch is one row.
     """
+    module = write_out_flex(module, _needed, packed)
     if not any(spelled(node).name == "softmax" for node in module.graph.nodes):
         return module
     graph = Graph()
@@ -60,7 +63,7 @@ def mark_attention(module: GraphModule, values: Sequence[Any] = ()) -> GraphModu
         number = blocking_number(node, given)
         if number is not None:
             node.meta[NUMBER] = number
-    found = find_attention(graph)
+    found = find_attention(graph, packed)
     if not found:
         return module
     replaced: dict[Node, Node] = {}
@@ -74,7 +77,7 @@ def _placeholders(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def find_attention(graph: Graph) -> list[Match]:
+def find_attention(graph: Graph, packed: bool = False) -> list[Match]:
     """Every attention of a graph that is needed beside what markers already describe, in order."""
     writes = Writes(graph)
     needed = _needed(graph)
@@ -82,7 +85,7 @@ def find_attention(graph: Graph) -> list[Match]:
     for node in graph.nodes:
         if node in needed:
             try:
-                found.append(read_attention(node, writes))
+                found.append(read_attention(node, writes, packed))
             except NotAttention:
                 continue
     return found

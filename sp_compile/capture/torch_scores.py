@@ -76,8 +76,8 @@ class Match:
     heads: int
 
 
-def read_attention(out: Node, writes: Writes) -> Match:
-    """The attention whose result is `out`.
+def read_attention(out: Node, writes: Writes, packed: bool = False) -> Match:
+    """The attention whose result is `out`; `packed` says that there is one row.
 
     Raises:
         NotAttention: there is none, or one of its ops is not known.
@@ -116,7 +116,7 @@ def read_attention(out: Node, writes: Writes) -> Match:
     known = {writes.latest(cond, at) for cond, at in ended}
     _demand(known <= {cond for cond, _, _ in scores.hidden}, "weights are masked by something the scores are not masked by")
     scores.finite = any(math.isfinite(fill) for cond, _, fill in scores.hidden if cond not in known)
-    heads = _heads(scores, product.v, chain_tail, out)
+    heads = _heads(scores, product.v, chain_tail, out, packed)
     if sinks is not None:
         scores.sinks = scores.read(_sink_vector(sinks[0], heads), sinks[1])
     scores.read(product.v.node, out)
@@ -332,10 +332,11 @@ class _Reader:
         found.hidden.append((found.met(condition, node), visible, number))
 
 
-def _heads(scores: Scores, v: Operand, tail: list[Node], out: Node) -> int:
+def _heads(scores: Scores, v: Operand, tail: list[Node], out: Node, packed: bool) -> int:
     """The number of heads. Every value of the chain has to be [B, H, L, L] or [B * H, L, L] for one B, H and L.
 
-    Sizes that are fixed numbers are no batch and no tokens: attention among a token's own parts is per token, and left alone.
+    Sizes that are fixed numbers are no batch (but for packed values, where it is 1) and no tokens: attention among a token's own parts is
+    per token, and left alone.
     """
     q, k, first = scores.q.sizes, scores.k.sizes, shape(scores.chain[0])
     grouped = [sizes for node in scores.chain if len(sizes := shape(node)) == 5]
@@ -344,7 +345,7 @@ def _heads(scores: Scores, v: Operand, tail: list[Node], out: Node) -> int:
     else:
         batch, heads = (first[0], first[1]) if len(first) == 4 else reversed(first[0].as_coeff_Mul())
     length = first[-1]
-    known = heads.is_Integer and heads > 0 and not batch.is_Integer and not length.is_Integer
+    known = heads.is_Integer and heads > 0 and (batch == 1 if packed else not batch.is_Integer) and not length.is_Integer
     _demand(known, "sizes are not [batch, heads, tokens, tokens]")
     _demand(first[-2] == length, "queries and keys are not the same tokens")
     full, merged = (batch, heads, length, length), (batch * heads, length, length)

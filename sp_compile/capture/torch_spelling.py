@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Iterator
@@ -133,7 +134,12 @@ def constant(value: Any) -> float | None:
 
 
 def _storages(value: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
+    found: set[int] = set()
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            with contextlib.suppress(NotImplementedError):  # values inside of vmap have none
+                found.add(leaf.untyped_storage()._cdata)
+    return found
 
 
 def storages(node: Node) -> set[int]:

@@ -12,6 +12,7 @@ import torch
 
 from sp_compile.debug import calls
 from sp_compile.errors import SharedPrefixError
+from sp_compile.layout.refine import refined_forest
 
 if TYPE_CHECKING:
     from sp_compile.debug.regions import Bucket, Region, Variant
@@ -26,6 +27,7 @@ class Account:
     Attributes:
         logical_tokens: tokens of the rows, dropped ones left out; counted once in every graph that ran.
         physical_tokens: tokens computed. A dense run computes every logical token.
+        refined_tokens: by number of columns that values look ahead (multi-token prediction), the tokens computed for them.
         shared: at least one graph ran on physical tokens, and so did every other that was not refused.
         refused: why graphs could not share, with what to do about it.
         notes: why graphs that could share did not.
@@ -40,6 +42,7 @@ class Account:
 
     logical_tokens: int = 0
     physical_tokens: int = 0
+    refined_tokens: Mapping[int, int] = dataclasses.field(default_factory=dict)
     shared: bool = False
     refused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -63,6 +66,7 @@ class _Call:
     def __init__(self, root: int) -> None:
         self.root = root
         self.logical = self.physical = self.shared = self.could = 0
+        self.refined: dict[int, int] = {}
         self.refused: dict[str, None] = {}
         self.notes: dict[str, None] = {}
         self.unpacked: dict[str, None] = {}
@@ -75,6 +79,7 @@ class _Call:
         return Account(
             logical_tokens=self.logical,
             physical_tokens=self.physical,
+            refined_tokens=dict(sorted(self.refined.items())),
             shared=0 < self.shared == self.could,
             refused=tuple(self.refused),
             notes=tuple(self.notes),
@@ -157,7 +162,17 @@ def record(
         history.shared_calls += 1
         call.shared += 1
         _describe(call, region, variant)
+        if forest is not None and variant.context is not None:
+            _count_refined(call, forest, variant.context.refined)
     call.compiles[region.number] = _compiles(region)
+
+
+def _count_refined(call: _Call, forest: Forest, refined: Sequence[tuple[int, int]]) -> None:
+    widest: dict[int, int] = {}
+    for ahead, cut in refined:
+        widest[ahead] = max(widest.get(ahead, 0), refined_forest(forest, ahead, cut).num_tokens)
+    for ahead, tokens in widest.items():
+        call.refined[ahead] = call.refined.get(ahead, 0) + tokens
 
 
 def _running(number: int) -> _Call:

@@ -50,6 +50,7 @@ def _latest_call() -> str:
     except SharedPrefixError:
         return "shared_prefix: nothing has run yet"
     tokens = f"{run.logical_tokens} logical tokens computed as {run.physical_tokens} physical, sharing {run.sharing:.2f}"
+    tokens += "".join(f", {count} for what looks {ahead} {_plural('column', ahead)} ahead" for ahead, count in run.refined_tokens.items())
     return f"shared_prefix: the latest call ran {run.regions} {_plural('graph', run.regions)}: {tokens}"
 
 
@@ -113,6 +114,8 @@ def _variant(region: Region, variant: Variant) -> Lines:
     nodes = placeholders(region.module.graph)
     keys = [regions.input_name(nodes[number]) for number in context.keys]
     yield "keys", f"{', '.join(keys)} (rows share tokens up to the first column in which they differ in one of these)"
+    for ahead, cut in context.refined:
+        yield "refined", f"forest refined by {ahead}" + (f", without its last {cut} {_plural('column', cut)}" if cut else "")
     yield from (("passes", line) for line in _passes(variant.records))
     yield from (("kernels", f"{op}: {text}") for op, text in context.kernels.items())
     yield from _some("unpacked", list(dict.fromkeys(context.unpacked)), "nothing before the end of the graph")

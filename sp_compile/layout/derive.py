@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Array = TypeVar("Array", bound=np.ndarray[Any, Any])
 
 _LONG_ROW = 512
+_LONG_RUN = 256
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,6 @@ class PerNode:
     node_end: Ints
     node_row: Ints
     node_count: Ints
-
-
-@dataclass(frozen=True)
-class PerToken:
-    """[T] int64 arrays, see the properties of `Forest`."""
-
-    row: Ints
-    count: Ints
-    column: Ints
-    prev: Ints
-    end: Ints
 
 
 def read_only(array: Array) -> Array:
@@ -67,28 +57,47 @@ def per_node(forest: Forest) -> PerNode:
     return PerNode(*(read_only(np.array(values, dtype=np.int64)) for values in (depth, node_end, smallest, count)))
 
 
-def per_token(forest: Forest) -> PerToken:
-    """Expands node arrays to tokens, in one block and in place: fresh memory is paid by the page, and only large blocks get large pages."""
-    ends = np.append(forest.node_start, forest.num_tokens)[forest.node_end]
-    ones = np.ones(forest.num_nodes, dtype=np.int64)
-    offsets = forest.run_column - forest.run_start
-    one_run_a_node = offsets.size == forest.num_nodes
-    fields = (forest.node_row, forest.node_count, offsets if one_run_a_node else ones, ones, ends)
-    block = np.repeat(np.stack(fields), forest.node_len, axis=1)
-    row, count, column, prev, end = block
-    if not one_run_a_node:
-        column[:] = np.repeat(offsets, np.diff(forest.run_start, append=forest.num_tokens))
-    np.cumsum(prev, out=prev)
-    column += prev
-    column -= 1
-    prev -= 2
-    prev[forest.node_start] = _before_node(forest)
-    read_only(block)
-    return PerToken(*(read_only(array) for array in (row, count, column, prev, end)))
+# Per token: fresh arrays, which a tensor may take over.
+
+
+def row(forest: Forest) -> Ints:
+    """[T] smallest row through each token."""
+    return np.repeat(forest.node_row, forest.node_len)
+
+
+def count(forest: Forest) -> Ints:
+    """[T] rows through each token."""
+    return np.repeat(forest.node_count, forest.node_len)
+
+
+def end(forest: Forest) -> Ints:
+    """[T] exclusive end of the subtree of each token's node."""
+    return np.repeat(np.append(forest.node_start, forest.num_tokens)[forest.node_end], forest.node_len)
+
+
+def column(forest: Forest) -> Ints:
+    """[T] dense column of each token."""
+    offsets, lengths = forest.run_column - forest.run_start, np.diff(forest.run_start, append=forest.num_tokens)
+    if offsets.size * _LONG_RUN > forest.num_tokens:
+        return np.arange(forest.num_tokens, dtype=np.int64) + np.repeat(offsets, lengths)
+    result, counted = np.empty(forest.num_tokens, dtype=np.int64), np.arange(lengths.max(initial=0), dtype=np.int64)
+    for start, first, length in zip(forest.run_start.tolist(), forest.run_column.tolist(), lengths.tolist(), strict=True):
+        np.add(counted[:length], first, out=result[start : start + length])  # no second array of T, whose pages would have to be made
+    return result
+
+
+def prev(forest: Forest) -> Ints:
+    """[T] token before each token in its rows, -1 for a row's first."""
+    result = np.arange(-1, forest.num_tokens - 1, dtype=np.int64)
+    result[forest.node_start] = _before_node(forest)
+    return result
+
+
+# Per row and column
 
 
 def index(forest: Forest) -> Ints:
-    """[B, L] physical token of row b at column l, -1 where the row has none."""
+    """[B, L] physical token of row b at column l, -1 where the row has none; a fresh array."""
     # Sorted by last node, the nodes that a row adds to those seen so far are consecutive, and so are their tokens; what stands in the
     # columns before them is equal to the row before.
     order = np.argsort(forest.row_node, kind="stable")
@@ -100,7 +109,7 @@ def index(forest: Forest) -> Ints:
     shared[fresh] = np.where(before < 0, 0, _column_at(forest, np.maximum(before, 0)) + 1)
     # A step per row pays off where rows are long.
     fill = _index_by_row if forest.num_columns >= _LONG_ROW else _index_at_once
-    return read_only(fill(forest, order, starts, stops, shared))
+    return fill(forest, order, starts, stops, shared)
 
 
 def _index_by_row(forest: Forest, order: Ints, starts: Ints, stops: Ints, shared: Ints) -> Ints:

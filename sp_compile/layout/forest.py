@@ -160,6 +160,20 @@ class Forest:
         keep = self.index >= 0
         return Forest._of(assemble(order, common, None if bool(keep.all()) else keep, self.num_columns))
 
+    def without_last(self, cut: int) -> Forest:
+        """The forest of the first L - cut columns.
+
+        Raises:
+            InvalidForest: cut is no integer, negative or more than L.
+        """
+        left = self.num_columns - inputs.integer(cut, "without_last: cut")
+        if cut < 0 or left < 0:
+            raise InvalidForest(f"without_last: cut: expected 0 to {self.num_columns} columns, got {cut}")
+        if cut == 0:
+            return self
+        index = self.index[:, :left]
+        return Forest.from_tokens(np.ascontiguousarray(index), keep=index >= 0)
+
     # Sizes
 
     @property
@@ -215,41 +229,37 @@ class Forest:
 
     # Per token
 
-    @property
+    @cached_property
     def row(self) -> Ints:
         """[T] smallest row through token i."""
-        return self._per_token.row
-
-    @property
-    def count(self) -> Ints:
-        """[T] number of rows through token i."""
-        return self._per_token.count
-
-    @property
-    def column(self) -> Ints:
-        """[T] dense column of token i."""
-        return self._per_token.column
-
-    @property
-    def prev(self) -> Ints:
-        """[T] physical index of the token before i in its rows, -1 for a row's first."""
-        return self._per_token.prev
-
-    @property
-    def end(self) -> Ints:
-        """[T] exclusive end, as a token, of the subtree of i's node."""
-        return self._per_token.end
+        return derive.read_only(derive.row(self))
 
     @cached_property
-    def _per_token(self) -> derive.PerToken:
-        return derive.per_token(self)
+    def count(self) -> Ints:
+        """[T] number of rows through token i."""
+        return derive.read_only(derive.count(self))
+
+    @cached_property
+    def column(self) -> Ints:
+        """[T] dense column of token i."""
+        return derive.read_only(derive.column(self))
+
+    @cached_property
+    def prev(self) -> Ints:
+        """[T] physical index of the token before i in its rows, -1 for a row's first."""
+        return derive.read_only(derive.prev(self))
+
+    @cached_property
+    def end(self) -> Ints:
+        """[T] exclusive end, as a token, of the subtree of i's node."""
+        return derive.read_only(derive.end(self))
 
     # Per row and column
 
     @cached_property
     def index(self) -> Ints:
         """[B, L] physical token of row b at column l, -1 where the row has none."""
-        return derive.index(self)
+        return derive.read_only(derive.index(self))
 
     # Tensors
 
@@ -267,12 +277,16 @@ class Forest:
             InvalidForest: unknown name.
         """
         place = _resolved(torch.device(device))
+        places = {name: tensors.device_of(name, place) for name in names}
+        fresh: dict[str, torch.Tensor] = {}
         with self._lock:
-            missing = [name for name in dict.fromkeys(names) if (name, place) not in self._tensors]
-            fresh = dict(zip(missing, tensors.upload([tensors.build_array(self, name) for name in missing], place), strict=True))
+            for where in dict.fromkeys(places.values()):
+                missing = [name for name in places if places[name] == where and (name, where) not in self._tensors]
+                made = tensors.upload([tensors.build_array(self, name) for name in missing], where) if missing else []
+                fresh.update(zip(missing, made, strict=True))
             # Fake tensors, made while a compiler traces, must not outlive the trace.
-            self._tensors.update({(name, place): value for name, value in fresh.items() if type(value) is torch.Tensor})
-            return tuple(fresh[name] if name in fresh else self._tensors[name, place] for name in names)
+            self._tensors.update({(name, places[name]): value for name, value in fresh.items() if type(value) is torch.Tensor})
+            return tuple(fresh[name] if name in fresh else self._tensors[name, places[name]] for name in names)
 
     # Identity
 

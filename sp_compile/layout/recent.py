@@ -20,6 +20,10 @@ class _Batch:
     keep: torch.Tensor | None
     forest: Forest
 
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        return self.keys if self.keep is None else (*self.keys, self.keep)
+
 
 class RecentForests:
     """`Forest.from_tokens` that remembers: several models, and several epochs, see one batch.
@@ -49,10 +53,20 @@ class RecentForests:
                 if _same(batch, bits, keep):
                     return batch.forest
         forest = Forest.from_tokens(*keys, keep=keep)
-        with self._lock:
-            copies = tuple(part.clone() for part in bits)
-            self._batches.appendleft(_Batch(copies, None if keep is None else keep.clone(), forest))
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            full = len(self._batches) == self._batches.maxlen
+            spare = list(self._batches.pop().parts) if full else []
+            copies = tuple(_copy(part, spare) for part in bits)
+            self._batches.appendleft(_Batch(copies, None if keep is None else _copy(keep, spare), forest))
         return forest
+
+
+def _copy(part: torch.Tensor, spare: list[torch.Tensor]) -> torch.Tensor:
+    """A copy, in the memory of a batch that is forgotten if it fits: fresh memory costs more than the copy."""
+    for number, old in enumerate(spare):
+        if old.shape == part.shape and old.dtype == part.dtype and part.is_contiguous():
+            return spare.pop(number).copy_(part)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _bits(key: torch.Tensor) -> torch.Tensor:

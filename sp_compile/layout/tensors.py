@@ -1,7 +1,7 @@
 """Registry of the per-forest tensors that a compiled graph may ask for by name, and their way to a device.
 
 A name stands for one function from a forest to a numpy array. Graph inputs carry these names, so a name is registered once and
-its meaning never changes. Base names:
+its meaning never changes. `"name@k-c"` is that of the forest refined by k without its last c columns (`layout/refine.py`). Base names:
 
     row, column, count, prev, end    [T] int64, see `Forest`
     index                            [B, L] int64, -1 for dropped
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from sp_compile.errors import InvalidForest
+from sp_compile.layout import derive
+from sp_compile.layout.refine import full_width, refined_forest, split_name
 
 if TYPE_CHECKING:
     from sp_compile.layout.forest import Forest
@@ -28,18 +30,20 @@ Shape = tuple["int | str", ...]
 
 _BUILDERS: dict[str, Builder] = {}
 _SHAPES: dict[str, tuple[Shape, torch.dtype]] = {}
+_HOST: set[str] = set()
 # Inductor assumes inputs aligned to 16 bytes; 256 also keeps every tensor on its own cache lines.
 _ALIGNMENT = 256
 
 
-def register(name: str, builder: Builder, shape: Shape = ("T",), dtype: torch.dtype = torch.int64) -> None:
+def register(name: str, builder: Builder, shape: Shape = ("T",), dtype: torch.dtype = torch.int64, *, host: bool = False) -> None:
     """Makes `forest.tensor(name, device)` return what `builder(forest)` computes: a numpy array of fixed dtype and rank.
 
     Args:
         name: the registry name.
-        builder: from a forest to the array.
+        builder: from a forest to the array. An array that may be written is taken over by the tensor: let it be a fresh one.
         shape: sizes as numbers, or names of sizes that change from forest to forest: "T", "B", "L" or a name of its own.
         dtype: of the tensor.
+        host: the tensor stays on the CPU, whatever device is asked for: launches depend on it, and reading it must not wait for a device.
 
     Raises:
         InvalidForest: the name is empty or taken.
@@ -51,6 +55,13 @@ def register(name: str, builder: Builder, shape: Shape = ("T",), dtype: torch.dt
         raise InvalidForest(f"forest tensor {name!r}: expected an unused name, got one that {taken.__module__} registered already")
     _BUILDERS[name] = builder
     _SHAPES[name] = (shape, dtype)
+    if host:
+        _HOST.add(name)
+
+
+def device_of(name: str, device: torch.device) -> torch.device:
+    """Where a registered tensor lies that is asked for on `device`: there, or on the CPU if it is one of the host's."""
+    return torch.device("cpu") if split_name(name)[0] in _HOST else device
 
 
 def symbolic_shape(name: str) -> tuple[Shape, torch.dtype]:
@@ -59,9 +70,13 @@ def symbolic_shape(name: str) -> tuple[Shape, torch.dtype]:
     Raises:
         InvalidForest: unknown name.
     """
-    if name not in _SHAPES:
+    base, ahead, cut = split_name(name)
+    if base not in _SHAPES:
         raise InvalidForest(f"forest tensor: expected one of {', '.join(registered())}, got {name!r}")
-    return _SHAPES[name]
+    shape, dtype = _SHAPES[base]
+    if not ahead and not cut:
+        return shape, dtype
+    return tuple(s if not isinstance(s, str) or s in ("B", "L") else f"{s}@{ahead}-{cut}" for s in shape), dtype
 
 
 def registered() -> tuple[str, ...]:
@@ -75,21 +90,28 @@ def build_array(forest: Forest, name: str) -> Array:
     Raises:
         InvalidForest: unknown name.
     """
-    builder = _BUILDERS.get(name)
+    base, ahead, cut = split_name(name)
+    builder = _BUILDERS.get(base)
     if builder is None:
         raise InvalidForest(f"forest tensor: expected one of {', '.join(registered())}, got {name!r}")
-    return builder(forest)
+    array = builder(refined_forest(forest, ahead, cut) if ahead or cut else forest)
+    return full_width(array, forest.num_columns) if cut and "L" in _SHAPES[base][0] else array
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """Copies arrays to tensors of the same dtype and shape on `device`: never inference tensors, never views, never aliases of `arrays`.
+    """Arrays as tensors of the same dtype and shape on `device`: never inference tensors, never views.
 
-    Off the CPU all arrays travel in one buffer; to CUDA it is pinned and the copy does not block the host.
+    On the CPU an array that owns its memory and may be written becomes the tensor; read-only ones, and parts of others, are copied. Off the
+    CPU all arrays travel in one buffer; to CUDA it is pinned and the copy does not block the host.
     """
     with torch.inference_mode(False), torch.no_grad():
         if device.type == "cpu":
-            return [torch.from_numpy(np.array(array, order="C")) for array in arrays]
+            return [torch.from_numpy(array if _is_own(array) else np.array(array, order="C")) for array in arrays]
         return _upload_packed(arrays, device)
+
+
+def _is_own(array: Array) -> bool:
+    return array.flags.owndata and array.flags.writeable and array.flags.c_contiguous
 
 
 def _upload_packed(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
@@ -112,10 +134,10 @@ def _upload_packed(arrays: Sequence[Array], device: torch.device) -> list[torch.
     return tensors
 
 
-register("row", lambda forest: forest.row)
-register("column", lambda forest: forest.column)
-register("count", lambda forest: forest.count)
-register("prev", lambda forest: forest.prev)
-register("end", lambda forest: forest.end)
-register("index", lambda forest: forest.index, ("B", "L"))
+register("row", derive.row)
+register("column", derive.column)
+register("count", derive.count)
+register("prev", derive.prev)
+register("end", derive.end)
+register("index", derive.index, ("B", "L"))
 register("keep", lambda forest: forest.index >= 0, ("B", "L"), torch.bool)

@@ -16,6 +16,11 @@ from sp_compile.errors import InvalidOption, NoImplementation, StageError
 
 Arguments = Mapping[str, Any]
 Supports = Callable[[Arguments], str | None]
+PADDING_HIDES = "padding_hides"
+"""The forest tensor of attention that says on the host whether padding hides any token. With `key_valid` it depends on a mask as well:
+`select_kernels` then gives a graph input in its place, and `supports` finds the mask's number, or None, under "padding"."""
+
+ForestNames = tuple[str, ...] | Callable[[Arguments], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class Implementation:
         op: the overload to call, with the semantic op's positional arguments, then `forest_tensors`, then its keyword arguments.
         supports: given the arguments by schema name (tensors may be fake), None or a sentence saying why not.
         deterministic: equal inputs give equal bits, forward and backward, on every device that `supports` accepts.
-        forest_tensors: names in the forest tensor registry.
+        forest_tensors: names in the forest tensor registry; or a function that gives them for the arguments by schema name, of which it
+            may read those that are no tensors.
         output: position of the semantic op's result among several outputs; None if `op` returns it alone.
     """
 
@@ -35,8 +41,12 @@ class Implementation:
     op: torch._ops.OpOverload
     supports: Supports
     deterministic: bool
-    forest_tensors: tuple[str, ...] = ()
+    forest_tensors: ForestNames = ()
     output: int | None = None
+
+    def forest_names(self, arguments: Arguments) -> tuple[str, ...]:
+        """Names of the forest tensors that a call with these arguments needs, in the order in which `op` takes them."""
+        return self.forest_tensors if isinstance(self.forest_tensors, tuple) else self.forest_tensors(arguments)
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ def call(
     """
     schema = semantic._schema.arguments
     args = [bound[item.name] for item in schema if not item.kwarg_only]
-    args += [forest[name] for name in implementation.forest_tensors]
+    args += [forest[name] for name in implementation.forest_names(bound)]
     return tuple(args), {item.name: bound[item.name] for item in schema if item.kwarg_only}
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch.fx
 
-from sp_compile.lowering import attention, registry, rows  # noqa: F401  (the tables)
+from sp_compile.lowering import attention, delta_rules, registry, rows, scans  # noqa: F401  (the tables)
 from sp_compile.passes.metadata import propagate
-from sp_compile.passes.stage import Context, PassResult, Stage, forest_input, mark_lowered
+from sp_compile.passes.stage import Context, PassResult, Stage, forest_input, hides_input, mark_lowered, padding_of, suffix_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +45,18 @@ class SelectKernels:
         op: Any = node.target
         bound = registry.bind(op, node.args, node.kwargs)
         fakes = {name: value.meta["val"] if isinstance(value, torch.fx.Node) else value for name, value in bound.items()}
+        fakes["padding"] = padding_of(node)
         table = [item.name for item in registry.implementations(op)]
         preferred = [name for name in self.kernels if name in table]
         chosen = registry.select(op, fakes, names=preferred + [n for n in table if n not in preferred] if preferred else None)
         item = chosen.implementation
-        forest = {name: forest_input(graph, name) for name in item.forest_tensors}
+        masked = bound.get("key_valid") is not None
+        forest = {
+            name: hides_input(graph, fakes["padding"])
+            if name == registry.PADDING_HIDES and masked
+            else forest_input(graph, name + suffix_of(node))
+            for name in item.forest_names(bound)
+        }
         args, kwargs = registry.call(item, op, bound, forest)
         mark_lowered(node)
         why = "; ".join(f"not {name}: {reason}" for name, reason in chosen.rejected)

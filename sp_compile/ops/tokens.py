@@ -42,7 +42,8 @@ def pack(value: Tensor, row: Tensor, column: Tensor, index: Tensor, pattern: str
         value: dense value; the batch dimension may be absent.
         row, column: int64 [T], a representative row and the column of each physical token.
         index: int64 [B, L], for its sizes.
-        pattern: the dimensions of `value`. Two column dimensions make a (query, key) matrix [T, T].
+        pattern: the dimensions of `value`. Two column dimensions make a (query, key) matrix [T, T], in which pairs that no row
+            holds are arbitrary.
 
     Returns:
         B becomes 1, L becomes T, B*L becomes T.
@@ -55,7 +56,10 @@ def pack(value: Tensor, row: Tensor, column: Tensor, index: Tensor, pattern: str
     first = [*([batch] if batch is not None else []), *columns]
     moved = split.permute([*first, *(i for i in range(len(factors)) if i not in first)])
     if len(columns) == 2:
-        taken = moved[row[:, None], column[:, None], column[None, :]] if batch is not None else moved[column[:, None], column[None, :]]
+        places = torch.arange(row.shape[0], device=row.device)
+        # the later token's row: it is one of the earlier token's too, if that is an ancestor
+        rows = [row[torch.maximum(places[:, None], places)]] if batch is not None else []
+        taken = moved[(*rows, column[:, None], column[None, :])]
     else:
         taken = moved[row, column] if batch is not None else moved[column]
     rest = iter(range(len(columns), taken.dim()))

@@ -20,7 +20,7 @@ import torch.fx
 
 from sp_compile.ops import attention as _attention  # noqa: F401  (registers sp_compile::attention)
 from sp_compile.passes import markers
-from sp_compile.passes.stage import Context, PassResult, Stage, forest_input
+from sp_compile.passes.stage import Context, PassResult, Stage, forest_input, suffix_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,5 +36,5 @@ class AddForestMasks:
         for node in found:
             q, k, v, *others = node.args
             node.target = torch.ops.sp_compile.attention.default
-            node.args = (q, k, v, forest_input(graph, "end"), forest_input(graph, "column"), *others)
+            node.args = (q, k, v, *(forest_input(graph, name + suffix_of(node)) for name in ("end", "column")), *others)
         return PassResult(graph, len(found))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch.fx
 
 from sp_compile.analysis.interpret import NodeInfo
-from sp_compile.analysis.layouts import Axis, Dims, Kind, Layout
+from sp_compile.analysis.layouts import Axis, Dims, Kind, Layout, Span
 
 Infos = Mapping[torch.fx.Node, NodeInfo]
 
@@ -19,24 +19,30 @@ class Form(enum.Enum):
     COMMON = "common"  # holds no tokens: one value serves both worlds
     DIRECT = "direct"  # by running the node on packed operands
     GATHER = "gather"  # by running it on rows, cheaply, and gathering
+    MOVED = "moved"  # by gathering another node's value from other columns
     NONE = "none"
 
 
-def find_forms(order: Sequence[torch.fx.Node], infos: Infos, packed: bool = False) -> dict[torch.fx.Node, Form]:
+def find_forms(order: Sequence[torch.fx.Node], infos: Infos, packed: bool = False, refine: bool = False) -> dict[torch.fx.Node, Form]:
     """The form of every node. Memory that is written is on physical tokens for every op that sees it, or on rows for every one.
 
     Args:
         order: the graph's nodes.
         infos: what the analysis found.
         packed: the inputs are on physical tokens.
+        refine: values that look ahead, or lack some of the last columns, may be had on refined forests.
     """
     written = set[int]().union(*(infos[node].writes for node in order))
     on_rows: set[int] = set()
+    fixed = None
+    if refine:  # written memory that holds tokens of the forest itself is that of no refined one
+        plain = [info for info in infos.values() if any(t.reach.kind is Kind.TOKENS and t.packable for t in info.tensors)]
+        fixed = written & set[int]().union(*(info.storages for info in plain))
     while True:
         forms: dict[torch.fx.Node, Form] = {}
         for node in order:
             given = packed and node.op == "placeholder" and any(t.has_tokens for t in infos[node].tensors)
-            forms[node] = Form.DIRECT if given else _form(node, infos, forms, on_rows)
+            forms[node] = Form.DIRECT if given else _form(node, infos, forms, on_rows, fixed)
         others = [infos[node] for node in order if forms[node] is not Form.DIRECT]
         found = on_rows.union(*(info.writes | (info.storages & written) for info in others))
         if found == on_rows:
@@ -44,7 +50,7 @@ def find_forms(order: Sequence[torch.fx.Node], infos: Infos, packed: bool = Fals
         on_rows = found
 
 
-def _form(node: torch.fx.Node, infos: Infos, forms: Mapping[torch.fx.Node, Form], on_rows: set[int]) -> Form:
+def _form(node: torch.fx.Node, infos: Infos, forms: Mapping[torch.fx.Node, Form], on_rows: set[int], fixed: set[int] | None = None) -> Form:
     info = infos[node]
     layouts = info.tensors
     if node.op == "output" or (not layouts and not info.writes):
@@ -56,10 +62,27 @@ def _form(node: torch.fx.Node, infos: Infos, forms: Mapping[torch.fx.Node, Form]
     if all(not t.has_tokens and t.reach.kind <= Kind.COLUMN for t in layouts):
         return Form.COMMON
     if not all(t.packable for t in layouts):
-        return Form.NONE
-    if direct or (info.attention is not None and not info.storages & on_rows):
+        if fixed is None or any(t.is_rows for t in layouts) or (info.storages | info.writes) & fixed:
+            return Form.NONE
+        if info.moves.total is not None and not all(t.entry for t in layouts):
+            return Form.MOVED if _only_moves(node, infos, forms) else Form.NONE
+    mixer = info.attention is not None or info.scan is not None
+    if direct or (mixer and not info.storages & on_rows):
         return Form.DIRECT
     return Form.GATHER if all(t.entry and gatherable(t) for t in layouts) else Form.NONE
+
+
+def _only_moves(node: torch.fx.Node, infos: Infos, forms: Mapping[torch.fx.Node, Form]) -> bool:
+    """Whether a node's result is its operand with other columns, and nothing else about it changed."""
+    operand = node.args[0] if node.args else None
+    if not isinstance(operand, torch.fx.Node) or forms[operand] not in (Form.DIRECT, Form.MOVED):
+        return False
+    before, after = infos[operand].tensors, infos[node].tensors
+    if len(before) != 1 or len(after) != 1 or len(before[0].column_like) != 1 or len(after[0].column_like) != 1:
+        return False
+    pairs = zip(before[0].dims, after[0].dims, strict=False)
+    moved = [(a, b) for a, b in pairs if a != b]
+    return len(before[0].dims) == len(after[0].dims) and all(len(a) == len(b) == 1 and isinstance(b[0], Axis | Span) for a, b in moved)
 
 
 def _runs_on_tokens(node: torch.fx.Node, infos: Infos, forms: Mapping[torch.fx.Node, Form]) -> bool:
@@ -72,26 +95,29 @@ def _runs_on_tokens(node: torch.fx.Node, infos: Infos, forms: Mapping[torch.fx.N
 def gatherable(layout: Layout) -> bool:
     """Whether `tokens.pack` knows the layout."""
     axes = [axis for _, axis in layout.axes]
-    return 1 <= axes.count(Axis.COLUMNS) <= 2 and axes.count(Axis.BATCH) <= 1 and _plain_merges(layout)
+    one = 1 <= axes.count(Axis.COLUMNS) <= 2 and not layout.has_spans
+    return (one or layout.column_like == [*_spans(layout)][:1]) and axes.count(Axis.BATCH) <= 1 and _plain_merges(layout)
 
 
 def scatterable(layout: Layout) -> bool:
     """Whether `tokens.unpack` knows the layout; a (query, key) value is none of one token."""
     axes = [axis for _, axis in layout.axes]
-    return axes.count(Axis.COLUMNS) == 1 and axes.count(Axis.BATCH) == 1 and _plain_merges(layout)
+    return len(layout.column_like) == 1 and axes.count(Axis.BATCH) == 1 and _plain_merges(layout)
+
+
+def _spans(layout: Layout) -> list[Span]:
+    return [f for dim in layout.dims for f in dim if isinstance(f, Span)]
 
 
 def _plain_merges(layout: Layout) -> bool:
-    merged = [dim for dim in layout.dims if len(dim) > 1 and any(isinstance(f, Axis) for f in dim)]
-    return all(isinstance(f, Axis | int) for dim in merged for f in dim)
+    merged = [dim for dim in layout.dims if len(dim) > 1 and any(isinstance(f, Axis | Span) for f in dim)]
+    return all(isinstance(f, Axis | Span | int) for dim in merged for f in dim)
 
 
 def pattern_of(dims: Dims) -> str:
-    """The einops-like pattern of a layout (see `ops/tokens.py`)."""
-    named = [
-        "*".join(f.value if isinstance(f, Axis) else str(f) for f in dim) if any(isinstance(f, Axis) for f in dim) else "_" for dim in dims
-    ]
-    return " ".join(named)
+    """The einops-like pattern of a layout (see `ops/tokens.py`); columns of which the last are left out are named `L`, too."""
+    names = [["L" if isinstance(f, Span) else f.value if isinstance(f, Axis) else str(f) for f in dim] for dim in dims]
+    return " ".join("*".join(dim) if {"B", "L"} & set(dim) else "_" for dim in names)
 
 
 def inputs_read(order: Sequence[torch.fx.Node], infos: Infos, numbers: Mapping[torch.fx.Node, int]) -> dict[torch.fx.Node, frozenset[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -27,4 +27,16 @@ def shared_attention(
     raise StageError("an attention marker was left in a finished graph: add_forest_masks did not run")
 
 
-MARKERS = frozenset({shared_attention})
+def shared_scan(kind: str, tensors: tuple[Tensor | None, ...], final: Tensor | None, options: dict[str, Any]) -> NoReturn:
+    """A recurrence or causal convolution on physical tokens that does not know its tokens' predecessors yet.
+
+    Args:
+        kind: key of `dense_scans.KINDS`.
+        tensors: the op's own tensors.
+        final: tokens whose states are the result; None: the outputs are.
+        options: keyword options of the op.
+    """
+    raise StageError("a scan marker was left in a finished graph: fork_states did not run")
+
+
+MARKERS = frozenset({shared_attention, shared_scan})

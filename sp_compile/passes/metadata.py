@@ -14,9 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from sp_compile.analysis.inputs import GraphInputs
-from sp_compile.analysis.interpret import preserved_global_state
+from sp_compile.analysis.state import preserved_global_state
 from sp_compile.errors import StageError
 from sp_compile.layout.tensors import symbolic_shape
+from sp_compile.ops.dense_scans import KINDS
+from sp_compile.ops.numerics import accumulate_dtype
 from sp_compile.passes import markers
 from sp_compile.passes.stage import Context, Input, Source, input_of, origin_of
 
@@ -41,7 +43,7 @@ class Shapes:
     def symbol(self, name: str) -> torch.SymInt:
         if name not in self.symbols:
             source = ConstantSource(f"sp_{name}")
-            hint = self.hints.get(name, _TOKENS_HINT if name == "T" else 13)
+            hint = self.hints.get(name, _TOKENS_HINT if name.startswith("T") else 13)
             made = self.env.create_symintnode(
                 self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC), hint=hint, source=source
             )
@@ -57,6 +59,9 @@ class Shapes:
         if given.source is Source.SIZE:
             size = self.inputs.fakes[int(given.key)]
             return self.symbol(self.name(size.node.expr)) if isinstance(size, torch.SymInt) else size
+        if given.source is Source.HIDES:
+            with self.mode:
+                return torch.empty(1, dtype=torch.int64)
         if given.source is Source.FOREST:
             shape, dtype = symbolic_shape(str(given.key))
             with self.mode:
@@ -92,12 +97,24 @@ class _Propagate(torch.fx.Interpreter):
         if target is markers.shared_attention:
             q, _, v = args[:3]
             return q.new_empty((*q.shape[:-1], v.shape[-1]))
+        if target is markers.shared_scan:
+            return _scan(*args)
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         value = super().run_node(n)
         n.meta["val"] = value
         return value
+
+
+def _scan(kind: str, tensors: tuple[Any, ...], final: Any, options: dict[str, Any]) -> Any:
+    """The fake result of a scan marker; a convolution's tensors are channel-last already."""
+    known = KINDS[kind]
+    given = dict(zip(known.tensors, tensors, strict=True))
+    like = given[known.result]
+    if final is None or known.state is None:
+        return like.new_empty(like.shape)
+    return like.new_empty((final.shape[0], *known.state(given)[1:]), dtype=accumulate_dtype(like.dtype))
 
 
 def propagate(graph: torch.fx.Graph, module: torch.fx.GraphModule, context: Context) -> Shapes:
@@ -135,11 +152,14 @@ def _check(graph: torch.fx.Graph, context: Context, shapes: Shapes) -> None:
         dense = by_name[origin.dense].value
         if not isinstance(dense, torch.Tensor):
             continue
-        small = {symbols.batch: 1, symbols.columns: t} if origin.packed else {symbols.batch: b, symbols.columns: length}
+        tokens = shapes.symbol(f"T@{origin.ahead}-{origin.cut}").node.expr + origin.cut if origin.ahead or origin.cut else t
+        small = {symbols.batch: 1, symbols.columns: tokens} if origin.packed else {symbols.batch: b, symbols.columns: length}
         wanted = [_expr(size).subs(small, simultaneous=True) for size in dense.shape]
         got = [_expr(size) for size in node.meta["val"].shape]
         if len(wanted) != len(got) or any(
-            sympy.simplify(a - c) != 0 for a, c in zip(wanted, got, strict=True) if not (a - c).free_symbols - {t, b, length}
+            sympy.simplify(a - c) != 0
+            for a, c in zip(wanted, got, strict=True)
+            if not (a - c).free_symbols - {t, b, length, *tokens.free_symbols}
         ):
             raise StageError(f"node {node.name} should be {wanted}, but is {got} (from dense node {origin.dense})")
 

@@ -17,6 +17,7 @@ import torch.fx
 from sp_compile.analysis.layouts import size_expr
 from sp_compile.ops import cross_entropy as _cross_entropy  # noqa: F401  (registers sp_compile::cross_entropy_rows)
 from sp_compile.ops import tokens
+from sp_compile.ops.token_logprobs import token_logprobs_rows
 from sp_compile.passes.row_views import Builder, RowView, same
 
 Use = Callable[[torch.fx.Node, RowView, Builder], RowView | torch.fx.Node | None]
@@ -152,6 +153,22 @@ def cross_entropy(node: torch.fx.Node, view: RowView, builder: Builder) -> torch
     options = {"ignore_index": loss["ignore_index"], "label_smoothing": float(loss["label_smoothing"])}
     pair = builder.function(torch.ops.sp_compile.cross_entropy_rows.default, values, index, loss["target"], loss["weight"], **options)
     return _reduced(pair, loss["reduction"], builder)
+
+
+def token_logprobs(node: torch.fx.Node, view: RowView, builder: Builder) -> torch.fx.Node | None:
+    """`sp_compile.token_logprobs(rows, None, target, ...)` takes the rows' index instead: each token goes through the head once."""
+    names = [argument.name for argument in torch.ops.sp_compile.token_logprobs.default._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    target, values, count = _tensor(given["target"]), view.values.meta["val"], len(view.leads[0])
+    if given.get("index") is not None or target is None or target.dtype != torch.int64 or not view.leading or values.dim() != count + 1:
+        return None
+    if any(user.target is not operator.getitem or user.args[1] not in (0, 1) for user in node.users):
+        return None
+    index = builder.index(view)
+    if not _same_sizes(target, index):
+        return None
+    operands = (index, given["target"], given.get("weight"), given.get("bias"))
+    return builder.function(token_logprobs_rows, builder.tokens_first(view), *operands, **{name: given[name] for name in names[5:]})
 
 
 def nll_loss(node: torch.fx.Node, view: RowView, builder: Builder) -> torch.fx.Node | None:

@@ -20,9 +20,10 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from sp_compile.analysis.interpret import LayoutMode, preserved_global_state
+from sp_compile.analysis.interpret import LayoutMode
 from sp_compile.analysis.layouts import TOKENS, Axis, Dim, Kind, Layout, Span, Symbols, size_expr
 from sp_compile.analysis.rules import Call
+from sp_compile.analysis.state import preserved_global_state
 from sp_compile.capture.checkpoint import copy_tags
 from sp_compile.passes.stage import Source, input_of
 
@@ -271,7 +272,8 @@ def local_form(node: torch.fx.Node, views: Mapping[torch.fx.Node, RowView], buil
     leads = tuple(one for one in found if one is not None)
     if len(leads) != len(outputs):
         return None
-    wanted = [_packed_sizes(output, one, builder.sizes) for output, one in zip(outputs, leads, strict=True)]
+    tokens = size_expr(_tensors(view.values.meta["val"])[0].shape[view.leads[0][-1][0]])
+    wanted = [_packed_sizes(output, one, tokens) for output, one in zip(outputs, leads, strict=True)]
     values = _replay(node, views, wanted, builder, trial.called)
     return None if values is None else RowView(values, view.index, leads)
 
@@ -334,11 +336,11 @@ def _leads(layout: Layout, labels: list[_Label]) -> Leads | None:
     return None if left or not found else tuple(found)
 
 
-def _packed_sizes(rows: torch.Tensor, leads: Leads, sizes: Sizes) -> list[sympy.Expr]:
+def _packed_sizes(rows: torch.Tensor, leads: Leads, tokens: sympy.Expr) -> list[sympy.Expr]:
     wanted = [size_expr(size) for size in rows.shape]
     for dim, _ in leads:
         wanted[dim] = sympy.Integer(1)
-    wanted[leads[-1][0]] = sizes.tokens
+    wanted[leads[-1][0]] = tokens
     return wanted
 
 

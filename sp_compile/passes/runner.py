@@ -15,10 +15,11 @@ from sp_compile.errors import InvalidOption, StageError
 from sp_compile.ops import attention as _attention  # noqa: F401  (registers sp_compile::attention)
 from sp_compile.ops import cross_entropy as _cross_entropy  # noqa: F401
 from sp_compile.ops import rows as _rows  # noqa: F401
+from sp_compile.ops import scans
 from sp_compile.passes import markers
 from sp_compile.passes.stage import Context, Pass, Stage, is_lowered
 
-NEEDED = frozenset({"share_prefixes", "add_forest_masks", "select_kernels"})
+NEEDED = frozenset({"share_prefixes", "add_forest_masks", "fork_states", "select_kernels"})
 """Passes without which a shared graph is not right; switching one off switches sharing off."""
 
 
@@ -104,8 +105,13 @@ def _name(node: torch.fx.Node) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
-SEMANTIC = frozenset(getattr(torch.ops.sp_compile, name).default for name in ("attention", "unpack", "take_tokens", "cross_entropy_rows"))
+SEMANTIC = frozenset(
+    getattr(torch.ops.sp_compile, name).default for name in ("attention", "unpack", "take_tokens", "cross_entropy_rows", *scans.FOREST)
+)
 """Ops that stand for a choice of implementation until `select_kernels` has made it."""
+
+
+_FORKED = frozenset({Stage.FORKED, Stage.COUNTED, Stage.SUNK, Stage.LOWERED})
 
 
 def check_stage(graph: torch.fx.Graph, stage: Stage) -> None:
@@ -118,7 +124,8 @@ def check_stage(graph: torch.fx.Graph, stage: Stage) -> None:
     for node in graph.nodes:
         if node.op == "placeholder" and stage is not Stage.CAPTURED and "sp_compile" not in node.meta:
             raise StageError(f"placeholder {node.name} has no source at stage '{stage.value}'")
-        if stage in (Stage.MASKED, Stage.SUNK, Stage.LOWERED) and node.target in markers.MARKERS:
+        marked = markers.MARKERS if stage in _FORKED else {markers.shared_attention} if stage is Stage.MASKED else set()
+        if node.target in marked:
             raise StageError(f"node {node.name} is a marker at stage '{stage.value}'")
         if stage is Stage.LOWERED and node.target in SEMANTIC and not is_lowered(node):
             raise StageError(f"node {node.name} has no implementation at stage '{stage.value}'")

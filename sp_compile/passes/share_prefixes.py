@@ -19,8 +19,8 @@ Refuses: a mixer whose operands are not shared, random numbers per token, a grad
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import enum
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +28,7 @@ import sympy
 import torch
 import torch.fx
 
+from sp_compile.analysis import recurrences
 from sp_compile.analysis.facts import Nonzero
 from sp_compile.analysis.interpret import Analysis, NodeInfo
 from sp_compile.analysis.layouts import Kind, Reason
@@ -41,12 +42,22 @@ from sp_compile.ops import tokens
 from sp_compile.passes import markers
 from sp_compile.passes.forms import Form, find_forms, inputs_read, pattern_of, scatterable
 from sp_compile.passes.numbers import has_unbacked, is_number, write_number
-from sp_compile.passes.stage import Context, FiniteMask, Input, Origin, PassResult, Source, Stage, forest_input, set_input, set_origin
-
-
-class World(enum.Enum):
-    ROWS = "rows"
-    PACKED = "packed"
+from sp_compile.passes.reasons import why_not
+from sp_compile.passes.refine_sharing import Forested, Forests, Homes, World
+from sp_compile.passes.shared_scans import emit_scan, padding_masks
+from sp_compile.passes.stage import (
+    Context,
+    FiniteMask,
+    Input,
+    Origin,
+    PassResult,
+    Source,
+    Stage,
+    forest_input,
+    set_input,
+    set_origin,
+    set_suffix,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +89,8 @@ class _Rewrite:
         self.by_name = {node.name: node for node in self.order}
         self.numbers = {node: i for i, node in enumerate(placeholders(graph))}
         self.packed = analysis.symbols.packed
-        self.forms = find_forms(self.order, self.info, self.packed)
+        self.forms = find_forms(self.order, self.info, self.packed, context.refine)
+        self.homes = Homes(self.order, self.info, self.forms, analysis.symbols)
         self.depends = inputs_read(self.order, self.info, self.numbers)
         self.needs: dict[torch.fx.Node, set[World]] = {}
         self.made: dict[tuple[torch.fx.Node, World], torch.fx.Node] = {}
@@ -96,7 +108,7 @@ class _Rewrite:
         changed = True
         while changed:
             changed = False
-            live: dict[World, set[int]] = {world: set() for world in World}
+            live: dict[World, set[int]] = collections.defaultdict(set)
             for node, worlds in self.needs.items():
                 for world in worlds:
                     if world is World.ROWS or self.forms[node] is Form.DIRECT:  # else what is read on tokens is the memory of the rows
@@ -105,7 +117,7 @@ class _Rewrite:
                 wanted = set(self.needs.get(node, ()))
                 if self._is_root(node) or self.info[node].writes & inputs:
                     wanted.add(World.ROWS)
-                wanted |= {world for world in World if self.info[node].writes & live[world]}
+                wanted |= {world for world, memory in live.items() if self.info[node].writes & memory}
                 for world in wanted:
                     changed |= self._want(node, world)
 
@@ -136,19 +148,26 @@ class _Rewrite:
             return [(a, World.PACKED) for a in tensors]
         if world is World.ROWS:
             if self._runs_on_rows(node):
-                if node.target in MIXERS or info.attention is not None:
-                    raise refusal(self._why(node))
+                if info.scan is not None and info.scan.final:
+                    return [(self.by_name[name], World.PACKED) for name in info.scan.names]
+                if node.target in MIXERS or node.target in recurrences.RULES or info.attention is not None:
+                    raise refusal(why_not(node, self.info, self.forms))
                 return [(a, World.ROWS) for a in tensors]
-            return [(node, World.PACKED)]
+            return [(node, self.homes.of(node))]
         if form is Form.COMMON or form is Form.GATHER:
             return [(node, World.ROWS)]
         if form is Form.NONE:
-            raise refusal(self._why(node))
+            raise refusal(why_not(node, self.info, self.forms))
+        elsewhere = self.homes.elsewhere(node, world)
+        if elsewhere is not None:
+            return [elsewhere]
         if info.attention is not None:
-            return [(self.by_name[name], World.PACKED) for name in self._attention_names(info)]
+            return [(self.by_name[name], world) for name in self._attention_names(info)]
+        if info.scan is not None:
+            return [(self.by_name[name], World.PACKED) for name in info.scan.names]
         if info.segments is not None:
             return [(self.by_name[info.segments], World.PACKED)]
-        return [(a, World.PACKED) for a in tensors]
+        return [(a, world) for a in tensors]
 
     def _is_value(self, node: torch.fx.Node) -> bool:
         """Whether a node holds something to be computed, not a size that is written out from its symbols."""
@@ -156,9 +175,11 @@ class _Rewrite:
 
     def _runs_on_rows(self, node: torch.fx.Node) -> bool:
         form, layouts = self.forms[node], self.info[node].tensors
+        if self.packed and form is Form.DIRECT:
+            return False
         cheap = all(t.entry or t.reach.kind <= Kind.COLUMN for t in layouts)
         # what is sorted cannot be unpacked: rows that are wanted in sorted order have to be sorted themselves
-        return form is not Form.DIRECT or cheap or any(t.sorted for t in layouts)
+        return form is not Form.DIRECT or cheap or any(t.sorted for t in layouts) or self.homes.on_rows(node)
 
     def _attention_names(self, info: NodeInfo) -> list[str]:
         call = info.attention
@@ -166,26 +187,8 @@ class _Rewrite:
         names = [call.q, call.k, call.v, call.sinks, call.bias, call.mask.padding, call.mask.segments, call.mask.matrix]
         return [name for name in names if name is not None]
 
-    def _why(self, node: torch.fx.Node) -> Reason:
-        info = self.info[node]
-        for layout in info.tensors:
-            if layout.why is not None:
-                return layout.why
-        if info.failure is not None:
-            return info.failure
-        for operand in node.all_input_nodes:
-            if self.forms[operand] is Form.NONE and self.info[operand].tensors:
-                return self._why(operand)
-        if any(t.reach.kind == Kind.TOKENS and t.reach.shift > 0 for t in info.tensors):
-            return Reason("a value looks ahead of its own column", str(node.target), node.name)
-        if info.shapes and info.numbers:
-            return Reason(
-                "one call uses B or L both as a size and as a number", str(node.target), node.name, advice="Split it into two calls."
-            )
-        return Reason("a value could not be brought to physical tokens", str(node.target), node.name)
-
     def shares_anything(self) -> bool:
-        direct = [node for node, worlds in self.needs.items() if World.PACKED in worlds and self.forms[node] is Form.DIRECT]
+        direct = [node for node, worlds in self.needs.items() if worlds - {World.ROWS} and self.forms[node] is Form.DIRECT]
         return self.packed or any(not t.entry for node in direct for t in self.info[node].tensors)
 
     # -- the new graph -----------------------------------------------------------------------------------------------------------
@@ -204,18 +207,22 @@ class _Rewrite:
                 world = World.PACKED if self.forms[node] is Form.DIRECT else World.ROWS
                 self.made[node, world] = self._placeholder(node.name, Input(Source.ARGUMENT, number))
         self.row, self.column, self.index = (self._placeholder(f"forest_{n}", Input(Source.FOREST, n)) for n in ("row", "column", "index"))
+        self.forests = Forests(self.new, Forested(self.row, self.column, self.index, self.tokens, self.tokens), self.context.refined)
         for node in self.order:
             if node.op in ("placeholder", "output"):
                 continue
             worlds = self.needs.get(node, set())
             if World.ROWS in worlds and self._runs_on_rows(node):
                 self._copy(node, World.ROWS)
-            if World.PACKED in worlds and self.forms[node] is Form.DIRECT:
-                self._copy(node, World.PACKED)
-                self.packed_count += 1
+            for world in sorted(worlds - {World.ROWS}, key=lambda one: one.suffix) if self.forms[node] is Form.DIRECT else ():
+                if self.homes.elsewhere(node, world) is None:
+                    self._copy(node, world)
+                    self.packed_count += 1
             if worlds and (self.info[node].writes or not self.info[node].tensors):
                 self.epoch += 1
         output = next(node for node in self.order if node.op == "output")
+        if self.context.trailing and not self.context.padding:
+            self.context.padding += [self.numbers.get(self.by_name[name]) for name in padding_masks(self.order, self.info)]
         home = World.PACKED if self.packed else World.ROWS
         self.new.output(torch.fx.map_arg(output.args[0], lambda n: self._at(n, home, output)))
         return self.new
@@ -228,8 +235,10 @@ class _Rewrite:
     def _copy(self, node: torch.fx.Node, world: World) -> None:
         info = self.info[node]
         last = next(iter(reversed(self.new.nodes)))
-        if world is World.PACKED and info.attention is not None:
-            made = self._attention(node, info)
+        if world is not World.ROWS and info.attention is not None:
+            made = self._attention(node, info, world)
+        elif info.scan is not None:
+            made = self._scan(node, info.scan)
         elif world is World.PACKED and info.segments is not None:
             made = self._segments(node, info.segments)
         else:
@@ -239,7 +248,7 @@ class _Rewrite:
         while last is not made:
             last = last.next
             self._describe(last, node)
-        set_origin(made, Origin(node.name, world is World.PACKED))
+        set_origin(made, Origin(node.name, world is not World.ROWS, world.ahead, world.cut))
         self.made[node, world] = made
 
     @staticmethod
@@ -269,7 +278,10 @@ class _Rewrite:
         form = self.forms[node]
         if form is Form.COMMON:
             return self.made[node, World.ROWS]
-        return self.made[node, World.PACKED] if form is Form.DIRECT else self._converted(node, World.PACKED, user)
+        if form is Form.GATHER:
+            return self._converted(node, world, user)
+        elsewhere = self.homes.elsewhere(node, world)
+        return self.made[node, world] if elsewhere is None else self._regathered(node, elsewhere, world, user)
 
     def _converted(self, node: torch.fx.Node, world: World, user: torch.fx.Node) -> torch.fx.Node:
         key = (node, world, self.epoch)
@@ -278,26 +290,23 @@ class _Rewrite:
         layout = self.analysis.layout(node)
         if layout is None:
             raise CannotShare("a value of several tensors crosses between rows and tokens", op=str(node.target), node=node.name)
-        if world is World.ROWS and self.packed:
+        if world is World.ROWS and self.packed and self.info[user].token_sum is None:
             raise refusal(Reason("an op needs the rows of values that are packed", str(user.target), user.name, source_line(user)))
-        if world is World.ROWS and not scatterable(layout):
-            raise refusal(
-                Reason(
-                    "a value of pairs of tokens is needed on rows",
-                    str(node.target),
-                    node.name,
-                    source_line(node),
-                    advice="Return none from the model.",
-                )
-            )
+        if world is World.ROWS and not self.packed and not scatterable(layout):
+            text, advice = "a value of pairs of tokens is needed on rows", "Return none from the model."
+            raise refusal(Reason(text, str(node.target), node.name, source_line(node), advice))
         pattern = pattern_of(layout.dims)
-        if world is World.PACKED:
+        if world is not World.ROWS:
             self.keys |= self.depends[node]
-            made = self.new.call_function(tokens.pack, (self.made[node, World.ROWS], self.row, self.column, self.index, pattern))
+            if layout.reach.shift > 0:
+                self.context.ahead_keys |= self.depends[node]
+            forest = self.forests.of(world)
+            made = self.new.call_function(tokens.pack, (self.made[node, World.ROWS], forest.row, forest.column, forest.index, pattern))
         else:
             if user.op != "output":
                 self.context.unpacked.append(f"{node.name} for {user.name}")
-            made = self.new.call_function(tokens.unpack, (self.made[node, World.PACKED], self.index, pattern))
+            home = self.homes.of(node)
+            made = self.new.call_function(tokens.unpack, (self.made[node, home], self.forests.of(home).index, pattern))
         copy_tags(user, made)
         made.name = self.new._graph_namespace.create_name(f"{node.name}_{world.value}", made)
         self.turned[key] = made
@@ -306,16 +315,27 @@ class _Rewrite:
     def _number(self, node: torch.fx.Node, world: World) -> Any:
         """A size or number written out from its symbols, physical in the packed world."""
         sizes: dict[sympy.Symbol, int | torch.fx.Node] = dict(self.sizes)
-        if world is World.PACKED:
-            sizes |= {self.analysis.symbols.batch: 1, self.analysis.symbols.columns: self.tokens}
+        if world is not World.ROWS:
+            sizes |= {self.analysis.symbols.batch: 1, self.analysis.symbols.columns: self.forests.of(world).columns}
         return write_number(self.info[node].value, sizes)
 
-    def _attention(self, node: torch.fx.Node, info: NodeInfo) -> torch.fx.Node:
+    def _regathered(self, node: torch.fx.Node, source: tuple[torch.fx.Node, World], world: World, user: torch.fx.Node) -> torch.fx.Node:
+        """A node's value on one forest, gathered from another one."""
+        key = (node, world, self.epoch)
+        if key not in self.turned:
+            _, offset, wraps = self.homes.source(node)
+            if offset:
+                self.context.padding.append(None)  # what stands ahead of the last token is read
+            self.turned[key] = self.forests.regather(self.made[source], self.analysis.layout(source[0]), source[1], world, offset, wraps)
+            copy_tags(user, self.turned[key])
+        return self.turned[key]
+
+    def _attention(self, node: torch.fx.Node, info: NodeInfo, world: World) -> torch.fx.Node:
         call = info.attention
         assert call is not None, "asked of attention nodes only"
 
         def packed(name: str | None) -> Any:
-            return None if name is None else self._at(self.by_name[name], World.PACKED, node)
+            return None if name is None else self._at(self.by_name[name], world, node)
 
         written = set[int]().union(*(other.writes for other in self.info.values()))
         for name in (call.mask.padding, call.mask.segments, call.mask.matrix if call.mask.finite else None):
@@ -325,7 +345,7 @@ class _Rewrite:
         padding = packed(call.mask.padding)
         if padding is not None:
             padding = self.new.call_method("ne", (padding, 0))
-            padding = self.new.call_method("reshape", (padding, 1, self.tokens))
+            padding = self.new.call_method("reshape", (padding, 1, self.forests.of(world).tokens))
         self.context.padding.append(self._padding_input(call.mask.padding))
         matrix, bias = (self._four_dimensions(packed(name), name) for name in (call.mask.matrix, call.bias))
         if matrix is not None and bias is not None:
@@ -341,22 +361,30 @@ class _Rewrite:
             (q, k, v, padding, packed(call.mask.segments), matrix if matrix is not None else bias, packed(call.sinks)),
             {"scale": call.scale, "window": min(windows) if windows else None, "chunk": call.mask.chunk, "softcap": call.softcap},
         )
-        made = self.new.call_method("transpose", (made, 1, 2))
-        made = self.new.call_method("contiguous", (made,))
+        set_suffix(made, world.suffix, self.context.padding[-1])
+        made = self.new.call_method("contiguous", (self.new.call_method("transpose", (made, 1, 2)),))
         return self.new.call_method("transpose", (made, 1, 2)) if call.heads_first else made
+
+    def _scan(self, node: torch.fx.Node, call: recurrences.ScanCall) -> torch.fx.Node:
+        self.context.trailing = True
+        if call.final:
+            self.context.padding.append(None)  # the state after the last column has read every pad
+        return emit_scan(
+            self.new,
+            call,
+            lambda name: self._at(self.by_name[name], World.PACKED, node),
+            lambda name: self.info[self.by_name[name]].value.dtype,
+            self.index,
+        )
 
     def _segments(self, node: torch.fx.Node, positions: str) -> torch.fx.Node:
         """Document numbers counted along each row's path; in the packed order a position may jump where a branch begins."""
-        prev = forest_input(self.new, "prev")
-        made = self.new.call_function(
-            torch.ops.sp_compile.path_segments.default, (self._at(self.by_name[positions], World.PACKED, node), prev)
-        )
-        return made
+        given = self._at(self.by_name[positions], World.PACKED, node)
+        return self.new.call_function(torch.ops.sp_compile.path_segments.default, (given, forest_input(self.new, "prev")))
 
     def _cast(self, value: torch.fx.Node, name: str, dtype: torch.dtype) -> torch.fx.Node:
         """Autocast casts inside of torch's attention; the op on physical tokens takes one dtype."""
-        fake = self.info[self.by_name[name]].value
-        return value if fake.dtype == dtype else self.new.call_method("to", (value, dtype))
+        return value if self.info[self.by_name[name]].value.dtype == dtype else self.new.call_method("to", (value, dtype))
 
     def _four_dimensions(self, value: Any, name: str | None) -> Any:
         """[T, T] and [H, T, T] as the op takes them; a mask's leading dimensions broadcast."""

@@ -39,7 +39,7 @@ class SinkUnpacking:
     """The pass; see the module's docstring."""
 
     name: str = "sink_unpacking"
-    requires: Stage = Stage.MASKED
+    requires: Stage = Stage.COUNTED
     provides: Stage = Stage.SUNK
 
     def __call__(self, graph: torch.fx.Graph, context: Context) -> PassResult:
@@ -231,5 +231,7 @@ _USES: dict[Any, row_uses.Use] = {
     torch.gather: row_uses.gather,
     torch.nn.functional.cross_entropy: row_uses.cross_entropy,
     torch.nn.functional.nll_loss: row_uses.nll_loss,
+    torch.ops.sp_compile.token_logprobs: row_uses.token_logprobs,
+    torch.ops.sp_compile.token_logprobs.default: row_uses.token_logprobs,
 }
 """Uses of rows that are more than token by token."""

@@ -22,6 +22,7 @@ class Source(enum.Enum):
     ROWS = "rows"  # B
     COLUMNS = "columns"  # L
     SIZE = "size"  # key: number of the captured graph's SymInt input
+    HIDES = "hides"  # key: number of a padding mask; on the CPU, int64 [1], 0 if the mask is known to be nonzero at every token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,13 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Metadata of a rewritten node: the dense node it computes, and its expected packed or dense shape as text."""
+    """Metadata of a rewritten node: the dense node it computes, on the tokens of the forest refined by `ahead`
+    without the last `cut` columns, or on rows."""
 
     dense: str
     packed: bool
+    ahead: int = 0
+    cut: int = 0
 
 
 def set_input(node: torch.fx.Node, given: Input) -> None:
@@ -59,6 +63,23 @@ def origin_of(node: torch.fx.Node) -> Origin | None:
     return found if isinstance(found, Origin) else None
 
 
+def set_suffix(node: torch.fx.Node, suffix: str, padding: int | None = None) -> None:
+    """Says on which forest a node computes, by what is added to the names of forest tensors (`layout/refine.py`), and which input is the
+    mask whose zeros are its `key_valid`."""
+    node.meta["sp_compile_forest"] = suffix
+    node.meta["sp_compile_padding"] = padding
+
+
+def suffix_of(node: torch.fx.Node) -> str:
+    return str(node.meta.get("sp_compile_forest", ""))
+
+
+def padding_of(node: torch.fx.Node) -> int | None:
+    """Number of the input by which attention hides padding; None if there is none, or more to it."""
+    found: int | None = node.meta.get("sp_compile_padding")
+    return found
+
+
 def mark_lowered(node: torch.fx.Node) -> None:
     """Says that `select_kernels` has decided about a node."""
     node.meta["sp_compile_lowered"] = True
@@ -74,6 +95,8 @@ class Stage(enum.Enum):
     CAPTURED = "captured"  # the dense graph
     PACKED = "packed"  # physical tokens, attention markers without a forest
     MASKED = "masked"  # every attention is sp_compile.attention with its forest
+    FORKED = "forked"  # every recurrence is an op that knows each token's predecessor
+    COUNTED = "counted"  # reductions over tokens count each token as often as rows pass through it
     SUNK = "sunk"  # gathers to rows stand as late as possible
     LOWERED = "lowered"  # concrete implementations only
 
@@ -105,6 +128,11 @@ class Context:
         keys: numbers of the captured graph's inputs in which rows must agree to share; filled by `share_prefixes`.
         padding: input numbers of the padding masks of every attention layer, None for a layer without; filled by `share_prefixes`.
         finite: masks whose queries without visible keys have to be looked for in every call; filled by `share_prefixes`.
+        trailing: some op reads padding like tokens (a recurrence), so that only what stands behind a row's last token may be dropped.
+        counted: for each reduction over tokens, numbers of the masks at whose zeros nothing is added; filled by `expand_multiplicities`.
+        refine: values that look ahead may be had on refined forests; set by `refine_sharing`.
+        ahead_keys: those of `keys` that some token reads ahead of its own column; filled by `share_prefixes`.
+        refined: the refined forests that are used, (columns ahead, last columns left out); filled by `share_prefixes`.
         unpacked: dense nodes whose rows a later op needs, with the op; filled by `share_prefixes`.
         kernels: op to implementation and reason; filled by `select_kernels`.
     """
@@ -114,6 +142,11 @@ class Context:
     keys: list[int] = dataclasses.field(default_factory=list)
     padding: list[int | None] = dataclasses.field(default_factory=list)
     finite: list[FiniteMask] = dataclasses.field(default_factory=list)
+    trailing: bool = False
+    counted: list[frozenset[int]] = dataclasses.field(default_factory=list)
+    refine: bool = False
+    ahead_keys: set[int] = dataclasses.field(default_factory=set)
+    refined: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     unpacked: list[str] = dataclasses.field(default_factory=list)
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -143,7 +176,13 @@ class Pass(Protocol):
 
 def forest_input(graph: torch.fx.Graph, name: str) -> torch.fx.Node:
     """The graph input that holds a forest tensor; made on first use, after the other inputs."""
-    return _placeholder(graph, f"forest_{name}", Input(Source.FOREST, name))
+    made_of = name.replace("@", "_").replace("-", "_")
+    return _placeholder(graph, f"forest_{made_of}", Input(Source.FOREST, name))
+
+
+def hides_input(graph: torch.fx.Graph, padding: int) -> torch.fx.Node:
+    """The graph input that says on the host whether a padding mask hides any token."""
+    return _placeholder(graph, f"hides_{padding}", Input(Source.HIDES, padding))
 
 
 def size_input(graph: torch.fx.Graph, source: Source, name: str, key: int = 0) -> torch.fx.Node:

@@ -185,15 +185,25 @@ def claimed_wrong(program: Program, module: torch.fx.GraphModule, batches: Seque
         rows, columns = pair[0].ids.shape
         sizes = {found.symbols.batch: rows, found.symbols.columns: columns}
         named = {node.name: runs[0][node] for node in runs[0]}
+        summed = _of_all_tokens(found)
         for node, info in found.nodes.items():
             if node.op == "output":
                 continue
             for number, layout in enumerate(info.tensors):
                 given = [run[node][number] for run in runs]
-                problem = _reach_wrong(layout, given, pair, found.symbols, sizes) or _fact_wrong(layout, given[0], named)
+                problem = _reach_wrong(layout, given, pair, found.symbols, sizes, node in summed) or _fact_wrong(layout, given[0], named)
                 if problem:
                     wrong.append(f"{node.format_node()}: {problem}; claimed {layout.dims} {layout.reach} {layout.fact}")
     return wrong
+
+
+def _of_all_tokens(found: Analysis) -> set[torch.fx.Node]:
+    """Nodes that depend on a sum over all tokens: one value for all rows of a batch, and another one for another batch."""
+    summed: set[torch.fx.Node] = set()
+    for node, info in found.nodes.items():
+        if info.token_sum is not None or summed & set(node.all_input_nodes):
+            summed.add(node)
+    return summed
 
 
 def _factors(layout: Layout, value: Tensor, symbols: Symbols, sizes: dict[Any, int]) -> tuple[Tensor, list[Any]] | str:
@@ -204,7 +214,10 @@ def _factors(layout: Layout, value: Tensor, symbols: Symbols, sizes: dict[Any, i
     return (value.reshape(shape), factors) if wanted == list(value.shape) else f"sizes {list(value.shape)} are not {wanted}"
 
 
-def _reach_wrong(layout: Layout, given: list[Tensor], pair: tuple[Batch, Batch], symbols: Symbols, sizes: dict[Any, int]) -> str | None:
+def _reach_wrong(
+    layout: Layout, given: list[Tensor], pair: tuple[Batch, Batch], symbols: Symbols, sizes: dict[Any, int], summed: bool
+) -> str | None:
+    """What contradicts a reach; of what depends on a sum over the batch, only the rows of one batch are compared."""
     if layout.is_rows or layout.sorted:  # of sorted tokens nothing is claimed about rows; what comes of them is
         return None
     split = [_factors(layout, value, symbols, sizes) for value in given]
@@ -215,7 +228,7 @@ def _reach_wrong(layout: Layout, given: list[Tensor], pair: tuple[Batch, Batch],
     batch = [i for i, f in enumerate(factors) if f is Axis.BATCH]
     columns = [i for i, f in enumerate(factors) if f is Axis.COLUMNS or isinstance(f, Span)]
     if layout.reach.kind < Kind.TOKENS:
-        if not _same(values[0], values[1]):
+        if not summed and not _same(values[0], values[1]):
             return "depends on tokens"
         across = [values[0].select(i, 0).unsqueeze(i).expand_as(values[0]) for i in batch]
         return next(("differs between rows" for one in across if not _same(one, values[0])), None)
@@ -234,7 +247,8 @@ def _reach_wrong(layout: Layout, given: list[Tensor], pair: tuple[Batch, Batch],
         if columns
         else torch.tensor(length)
     )
-    for left, right, x, y in ((pair[0], pair[0], moved[0], moved[0]), (pair[0], pair[1], moved[0], moved[1])):
+    others = () if summed else ((pair[0], pair[1], moved[0], moved[1]),)
+    for left, right, x, y in ((pair[0], pair[0], moved[0], moved[0]), *others):
         agree = left.agreement(right)
         reads = (places + layout.reach.shift + 1).clamp(0, length)
         must = reads <= agree.reshape(*agree.shape, *(1,) * places.dim())

@@ -238,7 +238,7 @@ def column_selected(x: Tensor, ids: Tensor) -> Tensor:
         (rows_counted, "numbers the rows"),
         (rows_flipped, "flip moves tokens along dimension 0"),
         (one_row_written, "writes to a part of the rows or columns"),
-        (column_selected, "part of the columns"),
+        (column_selected, "carry different tokens along one dimension"),
     ],
 )
 def test_not_shared(between: Callable[[Tensor, Tensor], Tensor], said: str) -> None:

@@ -35,17 +35,17 @@ def reasons(graph: GraphModule) -> list[str]:
     return [str(node.args[1]) for node in sites(graph, "refusal_site")]
 
 
-def captured(function: Any, *args: Any) -> tuple[GraphModule, Any]:
+def captured(function: Any, *args: Any, dynamic: bool = True) -> tuple[GraphModule, Any]:
     """The one graph that a call of `function` is captured as, and the result."""
     GRAPHS.clear()
-    result = torch.compile(function, backend=recording, dynamic=True, fullgraph=True)(*args)
+    result = torch.compile(function, backend=recording, dynamic=dynamic, fullgraph=True)(*args)
     assert len(GRAPHS) == 1, f"expected one graph, got {len(GRAPHS)}"
     return GRAPHS[0], result
 
 
-def capture(function: Any, *args: Any) -> GraphModule:
+def capture(function: Any, *args: Any, dynamic: bool = True) -> GraphModule:
     """The one graph that a call of `function` is captured as."""
-    return captured(function, *args)[0]
+    return captured(function, *args, dynamic=dynamic)[0]
 
 
 _COMMON = {

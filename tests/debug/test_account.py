@@ -39,7 +39,7 @@ def test_shared_call() -> None:
     assert (run.compiles, run.dense_compiles) == (1, 0)
     assert run.seconds > 0
     assert run.kernels["attention"].startswith("chains")
-    assert [one.name for one in run.passes][:2] == ["share_prefixes", "add_forest_masks"]
+    assert [one.name for one in run.passes][:3] == ["refine_sharing", "share_prefixes", "add_forest_masks"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.shared = False  # type: ignore[misc]
 

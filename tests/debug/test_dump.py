@@ -71,7 +71,7 @@ def test_each_pass_begins_with_what_the_one_before_left(dumped: Path) -> None:
 
 def test_shapes_are_those_of_the_graph_and_no_folder_is_named(dumped: Path) -> None:
     assert ': "f32[B, L, 48]" = torch._C._nn.linear(' in read(dumped, "00_captured.py")
-    packed = read(dumped, "01_*.after.py")
+    packed = read(dumped, "02_share_prefixes.after.py")
     assert ': "f32[1, T, 48]" = torch._C._nn.linear(' in packed
     assert 'shared_attention: "f32[1, 2, T, 8]" = sp_compile_passes_markers_shared_attention(' in packed
     assert '    forest_index: "i64[B, L]",\n' in packed
@@ -84,8 +84,8 @@ def test_shapes_are_those_of_the_graph_and_no_folder_is_named(dumped: Path) -> N
 
 
 def test_difference_shows_what_the_pass_did(dumped: Path) -> None:
-    changes = read(dumped, "02_add_forest_masks.diff").splitlines()
-    assert changes[:2] == ["--- 02_add_forest_masks.before.py", "+++ 02_add_forest_masks.after.py"]
+    changes = read(dumped, "03_add_forest_masks.diff").splitlines()
+    assert changes[:2] == ["--- 03_add_forest_masks.before.py", "+++ 03_add_forest_masks.after.py"]
     removed = [line for line in changes[2:] if line.startswith("-")]
     added = [line for line in changes[2:] if line.startswith("+")]
     assert len(removed) == 1
@@ -149,7 +149,7 @@ def test_graph_without_shapes_is_written_with_the_reason(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(readable, "propagate", fail)
     compiled(Model(), dump=tmp_path)(rows())
-    text = read(tmp_path / "region_00", "01_*.after.py")
+    text = read(tmp_path / "region_00", "02_share_prefixes.after.py")
     assert text.startswith("# region_00\n# shapes unknown: ZeroDivisionError: no shapes\n")
     assert "f32[" not in text
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:shared_prefix")
 def steady(text: str) -> str:
     """The text without times, and without what passes and kernels say about themselves."""
     text = re.sub(r"\d+\.\d+ s", "_ s", text)
-    return re.sub(r"(?m)^( {2}passes {5}share_prefixes).*(?:\n {13}.*)*", r"\1 ...", text)
+    return re.sub(r"(?m)^( {2}passes {5}refine_sharing).*(?:\n {13}.*)*", r"\1 ...", text)
 
 
 def test_nothing_compiled() -> None:
@@ -41,7 +41,7 @@ def test_shared_and_dense_calls(tmp_path: Path) -> None:
         "  last call  3 rows x 9 columns: 27 logical tokens computed densely\n"
         "             because sharing 1.000 is below min_sharing 1.1\n"
         "  keys       ids (rows share tokens up to the first column in which they differ in one of these)\n"
-        "  passes     share_prefixes ...\n"
+        "  passes     refine_sharing ...\n"
         f"  kernels    {kernels}\n"
         "  unpacked   nothing before the end of the graph\n"
         "  compiled   shared form: 1 time by eager, _ s\n"

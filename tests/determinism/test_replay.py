@@ -13,7 +13,9 @@ from sp_compile.errors import NoImplementation
 from sp_compile.layout import Forest
 from sp_compile.lowering import registry, select
 from sp_compile.lowering.registry import Implementation
+from sp_compile.ops import paths
 from sp_compile.ops.attention import attention_inputs
+from tests.determinism import delta_cases, scan_cases
 from tests.determinism.replay import differing, same_bits
 
 assert select.SelectKernels, "importing the pass fills the tables"
@@ -80,6 +82,8 @@ CASES: dict[str, Callable[[Forest], list[Arguments]]] = {
     "unpack": unpack_cases,
     "take_tokens": take_tokens_cases,
     "cross_entropy_rows": cross_entropy_rows_cases,
+    **delta_cases.CASES,
+    **scan_cases.CASES,
 }
 
 
@@ -95,8 +99,8 @@ def test_replay(op: torch._ops.OpOverload, item: Implementation) -> None:
     supported = [case for case in cases if item.supports(case) is None]
     if not supported:
         pytest.skip(f"needs another device: {item.supports(cases[0])}")
-    tensors = {name: forest.tensor(name, "cpu") for name in item.forest_tensors}
     for case in supported:
+        tensors = {name: forest.tensor(name, "cpu") for name in item.forest_names(case)}
         args, kwargs = registry.call(item, op, case, tensors)
         leaves = [value for value in case.values() if isinstance(value, Tensor) and value.requires_grad]
 
@@ -110,7 +114,7 @@ def test_replay(op: torch._ops.OpOverload, item: Implementation) -> None:
 def test_path_segments() -> None:
     forest = tree()
     positions = torch.randint(0, 3, (1, forest.num_tokens), generator=torch.Generator().manual_seed(0))
-    assert differing(lambda: [torch.ops.sp_compile.path_segments(positions, forest.tensor("prev", "cpu"))], []) == []
+    assert differing(lambda: [paths.path_segments(positions, forest.tensor("prev", "cpu"))], []) == []
 
 
 @pytest.mark.parametrize("op", registry.semantic_ops(), ids=registry.option_name)

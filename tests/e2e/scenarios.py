@@ -32,12 +32,14 @@ class Batch:
         inputs: keyword arguments of the model.
         real: bool [B, L], False for padding that the attention mask hides.
         pads: whether padding is computed like any token, because the model's loss reads it.
+        leading: whether padding in front of a row's last token is computed, because a recurrence reads it.
     """
 
     name: str
     inputs: dict[str, Tensor | int]
     real: Tensor
     pads: bool = False
+    leading: bool = False
 
     @property
     def signature(self) -> str:
@@ -51,6 +53,8 @@ class Batch:
     @property
     def kept(self) -> Tensor:
         """bool [B, L], the tokens that are computed."""
+        if self.leading:
+            return self.real.flip(1).cummax(1).values.flip(1)
         return torch.ones_like(self.real) if self.pads else self.real
 
     @property
@@ -68,13 +72,13 @@ class Batch:
         return Forest.from_rows([row[kept].tolist() for row, kept in zip(table, self.kept, strict=True)]).num_tokens
 
 
-def _random(generator: torch.Generator, count: int) -> list[int]:
+def random_tokens(generator: torch.Generator, count: int) -> list[int]:
     return torch.randint(1, VOCABULARY, (count,), generator=generator).tolist()
 
 
 def _group(generator: torch.Generator, prompt: int, completions: Sequence[int]) -> list[Row]:
-    shared = _random(generator, prompt)
-    return [(shared, _random(generator, count)) for count in completions]
+    shared = random_tokens(generator, prompt)
+    return [(shared, random_tokens(generator, count)) for count in completions]
 
 
 def star(seed: int = 0, rows: int = 4, prompt: int = 11, completion: int = 6) -> list[Row]:
@@ -90,13 +94,13 @@ def forest(seed: int = 0) -> list[Row]:
 def tree(seed: int = 0) -> list[Row]:
     """Three levels of turns; the rows that end after a turn are prefixes of others."""
     generator = torch.Generator().manual_seed(seed)
-    root = _random(generator, 6)
+    root = random_tokens(generator, 6)
     rows: list[Row] = [(root, [])]
     for _ in range(2):
-        turn = [*root, *_random(generator, 4)]
+        turn = [*root, *random_tokens(generator, 4)]
         rows.append((turn, []))
-        rows += [(turn, _random(generator, count)) for count in (3, 7, 1)]
-    rows.append((root, _random(generator, 2)))
+        rows += [(turn, random_tokens(generator, count)) for count in (3, 7, 1)]
+    rows.append((root, random_tokens(generator, 2)))
     return rows
 
 
@@ -109,15 +113,22 @@ def duplicates(seed: int = 0) -> list[Row]:
 def short(seed: int = 0) -> list[Row]:
     """One-token rows, empty completions, and one row that has both neighbours' beginning."""
     generator = torch.Generator().manual_seed(seed)
-    prompt = _random(generator, 5)
-    other = _random(generator, 1)
-    return [(prompt, []), (prompt[:1], []), (prompt, _random(generator, 1)), (prompt, _random(generator, 4)), (other, []), (prompt, [])]
+    prompt = random_tokens(generator, 5)
+    other = random_tokens(generator, 1)
+    return [
+        (prompt, []),
+        (prompt[:1], []),
+        (prompt, random_tokens(generator, 1)),
+        (prompt, random_tokens(generator, 4)),
+        (other, []),
+        (prompt, []),
+    ]
 
 
 def different(seed: int = 0) -> list[Row]:
     """Rows that share nothing, not even the first token."""
     generator = torch.Generator().manual_seed(seed)
-    return [([number + 1], _random(generator, 8)) for number in range(4)]
+    return [([number + 1], random_tokens(generator, 8)) for number in range(4)]
 
 
 def right_padded(rows: Sequence[Row], columns: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +164,7 @@ def _plain(name: str, ids: Tensor, **others: Tensor | int) -> Batch:
     return Batch(name, {"input_ids": ids, **others}, torch.ones_like(ids, dtype=torch.bool))
 
 
-def _masked(name: str, ids: Tensor, mask: Tensor, **others: Tensor | int) -> Batch:
+def masked(name: str, ids: Tensor, mask: Tensor, **others: Tensor | int) -> Batch:
     return Batch(name, {"input_ids": ids, "attention_mask": mask, **others}, mask.bool())
 
 
@@ -178,15 +189,15 @@ def batches() -> list[Batch]:
     for name, make in _KINDS.items():
         ids, mask, labels = right_padded(make())
         found.append(_plain(name, ids))
-        found.append(_masked(f"{name} right-padded", ids, mask))
+        found.append(masked(f"{name} right-padded", ids, mask))
         if name != "different":
             found.append(_plain(f"{name} labels", ids, labels=labels))
-            found.append(_masked(f"{name} right-padded labels", ids, mask, labels=labels))
+            found.append(masked(f"{name} right-padded labels", ids, mask, labels=labels))
     for name in ("forest", "tree", "short"):
         ids, mask, labels = both_padded(_KINDS[name]())
-        found.append(_masked(f"{name} both-padded", ids, mask))
-        found.append(_masked(f"{name} both-padded labels", ids, mask, labels=labels))
-        found.append(_masked(f"{name} both-padded counted", ids, mask, position_ids=counted(mask)))
+        found.append(masked(f"{name} both-padded", ids, mask))
+        found.append(masked(f"{name} both-padded labels", ids, mask, labels=labels))
+        found.append(masked(f"{name} both-padded counted", ids, mask, position_ids=counted(mask)))
     ids, _, _ = right_padded(star())
     rows, columns = ids.shape
     start = torch.arange(columns).expand(rows, columns)

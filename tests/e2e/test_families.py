@@ -17,8 +17,8 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     **{name: functools.partial(families.make, name) for name in families.CONFIGS},
     **{name: functools.partial(decoders.make, name) for name in decoders.KINDS},
 }
-FIRST = (*families.NINE, "mixed")
-"""The families of which a part of the scenarios runs in every test run."""
+FIRST = (*families.NINE, "mixed", "chunked", "documents", "buckets")
+"""The families, and ways to mask, of which a part of the scenarios runs in every test run."""
 SIGNATURES = sorted({"+".join(name for name in batch.inputs if name != "input_ids") for batch in batches()})
 QUICK = ("forest right-padded labels", "tree both-padded labels")
 

@@ -16,6 +16,7 @@ import sp_compile
 from sp_compile.backend import shared_prefix
 from sp_compile.errors import CannotShare, InvalidInput, StaleForest
 from sp_compile.layout import Forest
+from tests.e2e import decoders, families
 from tests.e2e.compare import GRADIENTS, LOGITS, outputs, relative, weighting
 from tests.e2e.models import VOCABULARY, Gpt, Rope, qwen3, spread
 from tests.e2e.scenarios import Batch, batches
@@ -232,7 +233,8 @@ def test_masks_made_outside_must_be_causal() -> None:
     with sp_compile.share(packed.forest):
         call(x, causal)
         assert sp_compile.last_run().shared
-        for wrong in (causal.triu(-3), causal.flip(-1), torch.ones_like(causal)):
+        blocks = causal & (torch.arange(tokens)[:, None] // 4 == torch.arange(tokens) // 4)
+        for wrong in (blocks, causal.flip(-1), torch.ones_like(causal), causal.triu(-3) | causal.roll(5, -2).tril()):
             with pytest.raises(CannotShare, match="says nothing about rows"):
                 call(x, wrong)
         call(x, causal)
@@ -347,3 +349,88 @@ def test_a_recomputation_without_a_forest_is_an_error() -> None:
         out = checkpoint(lambda s: call(ids.clone()) * s, scale, use_reentrant=False)
     with pytest.raises(StaleForest, match="recomputed"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize(("kind", "implementation"), [("mistral", "sdpa"), ("gemma3", "eager")])
+def test_blocks_with_windows_compiled_one_by_one(kind: str, implementation: str) -> None:
+    """A window is part of the mask, which the library makes outside of its blocks from what it takes for one row."""
+    torch._dynamo.reset()
+    model = families.make(kind, attn_implementation=implementation)
+    dense = copy.deepcopy(model)
+    for layer in model.model.layers:
+        layer.compile(backend=shared_prefix, options={"inner": "eager"})
+    for batch in FEW[:2]:
+        check(model, model, batch, dense_run(dense, batch), len(model.model.layers))
+
+
+def test_blocks_with_chunks_are_refused() -> None:
+    """Blocks of equal documents look like chunks in the packed order."""
+    torch._dynamo.reset()
+    model = families.make("llama4", attn_implementation="sdpa")
+    for layer in model.model.layers:
+        layer.compile(backend=shared_prefix, options={"inner": "eager"})
+    packed = sp_compile.pack(FEW[0].inputs)
+    with sp_compile.share(packed.forest), pytest.raises(CannotShare, match="compile the model as a whole"):
+        model(**packed.inputs)
+
+
+class Products(decoders.Decoder):
+    """Attention in three dimensions, heads merged with rows, by products of matrices."""
+
+    def attend(self, number: int, ids: Tensor, mask: Tensor | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        hidden = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) / 3
+            return torch.bmm(scores.masked_fill(hidden, -torch.inf).softmax(-1), v.flatten(0, 1)).unflatten(0, (-1, q.shape[1]))
+
+        return attention
+
+
+@pytest.mark.parametrize("kind", ["buckets", "grouped", "old", "products"])
+def test_attention_written_by_hand(kind: str) -> None:
+    torch._dynamo.reset()
+    model = spread(Products()) if kind == "products" else decoders.make(kind)
+    call = torch.compile(model, backend=shared_prefix, options={"inner": "eager"})
+    batch = next(b for b in BATCHES if b.name == "star")
+    wanted = dense_run(model, batch)
+    model.zero_grad()
+    packed = sp_compile.pack(batch.inputs, positions=None)
+    with sp_compile.share(packed.forest):
+        logits, _ = outputs(call(**packed.inputs))
+    assert sp_compile.last_run().shared
+    rows = sp_compile.unpack(logits, packed.forest)
+    (rows * weights(rows, batch)).sum().backward()
+    assert relative(rows, wanted[0]) <= LOGITS
+    whole = max(float(g.norm()) for g in wanted[1].values())
+    assert all(relative(g, wanted[1][name], floor=1e-4 * whole) <= GRADIENTS for name, g in gradients(model).items())
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_forests_recomputed_behind_other_work(equal: bool) -> None:
+    """A second region, behind work of its own, follows the first of its checkpoint, unless forests of equally many tokens are mixed."""
+    torch._dynamo.reset()
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def attend(x: Tensor, linear: nn.Module) -> Tensor:
+        return linear(nn.functional.scaled_dot_product_attention(*[x[:, None]] * 3, is_causal=True)[:, 0])
+
+    call = torch.compile(attend, backend=shared_prefix, options={"inner": "eager"})
+    rows = [[[1, 2, 3, 4], [1, 2, 5]], [[1, 2, 3], [1, 7, 8]] if equal else [[1, 2, 3], [1, 7, 8], [9]]]
+    forests = [Forest.from_rows(r) for r in rows]
+    parts = [torch.randn(1, forest.num_tokens, 8, requires_grad=True) for forest in forests]
+
+    def both(x: Tensor, run: Callable[..., Tensor]) -> Tensor:
+        return run(run(x, first).tanh() * 2, second)
+
+    wanted = [torch.autograd.grad(attend_on(lambda x: both(x, attend), p, f), p)[0] for p, f in zip(parts, forests, strict=True)]
+    total: Any = 0
+    for part, forest in zip(parts, forests, strict=True):
+        with sp_compile.share(forest):
+            total = total + checkpoint(lambda x: both(x, call), part, use_reentrant=False).square().sum()
+    if equal:
+        with pytest.raises(StaleForest, match="recomputed"):
+            torch.autograd.grad(total, parts)
+        return
+    for found, gradient in zip(torch.autograd.grad(total, parts), wanted, strict=True):
+        assert relative(found, gradient) <= GRADIENTS

@@ -113,7 +113,7 @@ def custom(model: Between, x: Tensor) -> Tensor:
 CASES = {
     mean: ("mean", "mean over dimension 1 reduces over tokens"),
     shift: ("constant_pad_nd", "padded or shifted"),
-    look_ahead: ("slice", ""),
+    look_ahead: ("constant_pad_nd", "padded or shifted"),
     roll: ("roll", "moves tokens along dimension 1"),
     running_sum: ("cumsum", "cumsum runs along the columns"),
     flip: ("flip", "moves tokens along dimension 0"),

@@ -43,10 +43,17 @@ def test_tensor_is_cached_per_device() -> None:
     assert f.tensor("count", "cpu") is f.tensors(("row", "count", "row"), "cpu")[1]
 
 
-def test_tensor_does_not_alias_the_forest() -> None:
-    f = forest()
-    f.tensor("count", "cpu").zero_()
-    assert f.count.tolist() == forest().count.tolist()
+@pytest.mark.parametrize("name", BASE)
+@pytest.mark.parametrize("array_first", [False, True])
+def test_tensor_does_not_alias_the_forest(name: str, array_first: bool) -> None:
+    """Nor another tensor: what is written to one by mistake stays there."""
+    f, wanted = forest(), {other: value.clone() for other, value in zip(BASE, forest().tensors(BASE, "cpu"), strict=True)}
+    if array_first:
+        _ = f.row, f.column, f.count, f.prev, f.end, f.index
+    f.tensor(name, "cpu").zero_()
+    assert all(torch.equal(f.tensor(other, "cpu"), value) for other, value in wanted.items() if other != name)
+    arrays = {other: getattr(f, other) for other in BASE if other != "keep"}
+    assert all(array.tolist() == wanted[other].tolist() and not array.flags.writeable for other, array in arrays.items())
 
 
 def test_no_inference_tensors() -> None:

@@ -95,3 +95,15 @@ def test_empty_batches() -> None:
     for shape in ((0, 5), (3, 0)):
         ids = torch.zeros(shape, dtype=torch.int64)
         assert recent.get([ids], None) is recent.get([ids], None)
+
+
+def test_forgotten_batches_lend_their_memory() -> None:
+    """Also between inference and training, and never that of a batch which is still known."""
+    recent = RecentForests(2)
+    batches = [batch(seed) for seed in range(5)]
+    for number, ids in enumerate(batches):
+        with torch.inference_mode(number % 2 == 0):
+            assert recent.get([ids, ids.T.contiguous().T], ids > 3) == Forest.from_tokens(ids, keep=ids > 3)
+    known = [recent.get([ids, ids], ids > 3) for ids in batches[3:]]
+    assert known == [Forest.from_tokens(ids, keep=ids > 3) for ids in batches[3:]]
+    assert all(recent.get([ids, ids], ids > 3) is one for ids, one in zip(batches[3:], known, strict=True))

@@ -104,7 +104,10 @@ def test_attention_elsewhere_gets_blocked() -> None:
     q = torch.empty(1, 4, 8, 8, device="meta")
     choice = select(semantic, bind(semantic, (q, *args[1:]), kwargs))
     assert choice.implementation.name == "blocked"
-    assert choice.rejected == (("chains", "runs on cpu, the tensors are on meta"),)
+    assert dict(choice.rejected) == {
+        "chains": "runs on cpu, the tensors are on meta",
+        "chains_cuda": "runs on NVIDIA GPUs, the tensors are on meta",
+    }
     strange = torch.empty(1, 4, 8, 8, device="meta", dtype=torch.float8_e4m3fn)
     assert select(semantic, bind(semantic, (strange, *args[1:]), kwargs)).implementation.name == "reference"
 

@@ -158,6 +158,7 @@ def _graph_with(target: Any, *, source: bool = True) -> torch.fx.Graph:
     return graph
 
 
+LATE = (Stage.FORKED, Stage.COUNTED, Stage.SUNK, Stage.LOWERED)
 ATTENTION = torch.ops.sp_compile.attention.default
 SITE = torch.ops.sp_compile.refusal_site.default
 
@@ -165,8 +166,10 @@ SITE = torch.ops.sp_compile.refusal_site.default
 @pytest.mark.parametrize(
     ("target", "stages", "said"),
     [
-        (markers.shared_attention, (Stage.MASKED, Stage.SUNK, Stage.LOWERED), "is a marker"),
-        (SITE, (Stage.PACKED, Stage.MASKED, Stage.SUNK, Stage.LOWERED), "is a capture marker"),
+        (markers.shared_attention, (Stage.MASKED, *LATE), "is a marker"),
+        (markers.shared_scan, LATE, "is a marker"),
+        (SITE, (Stage.PACKED, Stage.MASKED, *LATE), "is a capture marker"),
+        (torch.ops.sp_compile.ssd_scan.default, (Stage.LOWERED,), "has no implementation"),
         (ATTENTION, (Stage.LOWERED,), "has no implementation"),
         (torch.ops.sp_compile.unpack.default, (Stage.LOWERED,), "has no implementation"),
         (torch.sin, (), ""),

@@ -19,7 +19,7 @@ def _dims(call: Call, tensor: torch.Tensor) -> Dims:
 def _made(call: Call, fact: Fact | None) -> Layout:
     dims = _dims(call, call.out)
     layout = Layout(dims, UNIFORM, entry=True, fact=fact)
-    if layout.has_spans:
+    if layout.has_spans and (call.symbols.packed or not layout.lacks_last_columns(call.symbols)):
         raise NotPackable("a tensor is made with a size that is neither B, L nor a product of them", dense=layout)
     return layout
 

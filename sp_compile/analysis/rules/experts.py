@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sp_compile.analysis.facts import Constant
 from sp_compile.analysis.layouts import PLACES, Dim, Kind, Layout, covers_tokens
 from sp_compile.analysis.permutations import Check, Count, Integers, Inverse, Permuted, Place, Tally, per_token
 from sp_compile.analysis.rules.indexing import gather, index, index_select, index_write, scatter
@@ -149,14 +150,18 @@ def repeated(call: Call) -> Layout:
 @rule("histc.default")
 def counts(call: Call) -> list[Layout]:
     """How many elements there are of each integer from 0 to bins - 1."""
-    base = call.layout_of(call.tensors[0])
     bins, low, high = (call.arg(name) for name in ("bins", "min", "max"))
+    found = _tallied(call, call.layout_of(call.tensors[0]), bins) if low == 0 and high in (bins - 1, bins) else None
+    return whole_tensor(call) if found is None else [found]
+
+
+def _tallied(call: Call, base: Layout, bins: Any) -> Layout | None:
     elements = per_token(tuple(factor for dim in base.dims for factor in dim))
-    known = isinstance(base.fact, Integers) and isinstance(bins, int) and base.fact.below <= bins and low == 0 and high in (bins - 1, bins)
+    known = isinstance(base.fact, Integers) and isinstance(bins, int) and base.fact.below <= bins
     if not known or not _all_tokens(call, base) or elements is None or base.reach.kind is Kind.PLACES:
-        return whole_tensor(call)
+        return None
     assert isinstance(base.fact, Integers), "checked above"
-    return [Layout(((bins,) if bins != 1 else (),), PLACES, fact=Tally(base.fact.key, elements, bins, base.reach))]
+    return Layout(((bins,) if bins != 1 else (),), PLACES, fact=Tally(base.fact.key, elements, bins, base.reach))
 
 
 @rule("all.default")
@@ -233,6 +238,10 @@ def copied(call: Call) -> Layout:
 @rule("scatter.src", "scatter_add.default")
 def scattered(call: Call) -> Layout:
     base, places, values = (call.layout_of(call.args[i]) for i in (0, 2, 3))
+    if base.fact == Constant(0.0) and values.fact == Constant(1.0) and call.func._schema.name.startswith("aten::scatter_add"):
+        found = _tallied(call, places, call.args[0].shape[0] if call.args[0].dim() == 1 else None)
+        if found is not None:
+            return found
     if call.arg("dim") == 0 and places.dims and places.dims == values.dims and places.dims[1:] == base.dims[1:]:
         added = call.func._schema.name.startswith("aten::scatter_add")
         found = _placed(base, places.with_(dims=places.dims[:1]), values, added)

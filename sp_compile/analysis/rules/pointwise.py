@@ -138,7 +138,7 @@ def _binary(call: Call, name: str, left: Fact | None, right: Fact | None, rank: 
         and (isinstance(left, Affine) or isinstance(right, Affine))
     ):
         return _affine(name, left, right)
-    if name == "add":
+    if name == "add" or (name == "sub" and right is None):
         return added(left, right)
     if name == "mul":
         for one, other in ((left, right), (right, left)):

@@ -13,9 +13,32 @@ from typing import Any, TypeVar
 import torch
 
 from sp_compile.analysis.layouts import COLUMN, ROWS, UNIFORM, Dim, Dims, Kind, Layout, Reach, Symbols
+from sp_compile.analysis.permutations import Numbering
 
 Rule = Callable[["Call"], "Layout | Sequence[Layout]"]
 _R = TypeVar("_R", bound=Rule)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Element j of the result is element j + `by` of the operand's columns; if it `wraps`, the first columns follow the last."""
+
+    by: int
+    wraps: bool = False
+
+
+@dataclasses.dataclass
+class Moves:
+    """What the failed ops of one node move altogether; nothing is known if one of them did something else."""
+
+    total: Move | None = None
+    spoiled: bool = False
+
+    def note(self, move: Move | None) -> None:
+        """Records one failed op; None for one that does not only move columns."""
+        self.spoiled |= move is None
+        before = self.total or Move(0)
+        self.total = None if self.spoiled or move is None else Move(before.by + move.by, before.wraps or move.wraps)
 
 
 class NotPackable(Exception):
@@ -25,10 +48,12 @@ class NotPackable(Exception):
         text: why, one sentence.
         dense: the layout of the outputs when the op runs on full rows, if more than "rows" is known.
         advice: what a user can do.
+        move: by how many columns the op only moves values, so that they may be gathered; `dense` then holds for activations, too.
     """
 
-    def __init__(self, text: str, dense: Layout | None = None, advice: str = "") -> None:
+    def __init__(self, text: str, dense: Layout | None = None, advice: str = "", move: Move | None = None) -> None:
         super().__init__(text)
+        self.move = move
         self.text = text
         self.dense = dense
         self.advice = advice
@@ -221,11 +246,16 @@ def require_no_rows(call: Call, tensor: torch.Tensor, dims: Sequence[int], what:
 
 def require_moved_only(results: Sequence[Layout]) -> None:
     """Refuse an op that makes values of numbers that are others on physical tokens than on rows."""
-    if any(layout.reach.kind is Kind.PLACES and not layout.packable for layout in results):
+    if any(layout.reach.kind is Kind.PLACES and not isinstance(layout.fact, Numbering) for layout in results):
         raise NotPackable(
             "a number made of all tokens at once (a count, or where a sorted token stands) is used as a value",
             advice="It may bring sorted tokens back, end the groups of a grouped matrix product, or be asserted.",
         )
+
+
+def draws_random(call: Call) -> bool:
+    """Whether the op draws random numbers; a fused attention with dropout 0 is tagged so, but does not."""
+    return torch.Tag.nondeterministic_seeded in call.func.tags and call.arg("dropout_p") != 0.0
 
 
 def uniform_entry(dims: Dims, reach: Reach = UNIFORM) -> Layout:

@@ -13,7 +13,7 @@ from torch.utils._sympy.functions import Max, Min
 from sp_compile.analysis.facts import Affine, Atom, ChunkNumber, Constant, MaskSpec, Nonzero, Triangle, TwoValued, Valid, renumber
 from sp_compile.analysis.layouts import COLUMN, Axis, Dim, Kind, Layout, Reach, Span, regroup, size_expr
 from sp_compile.analysis.permutations import Integers, Whole, narrowed
-from sp_compile.analysis.rules.registry import Call, NotPackable, require_no_rows, rule
+from sp_compile.analysis.rules.registry import Call, Move, NotPackable, rule
 
 
 def _kept(dims_before: tuple[Dim, ...], dims_after: tuple[Dim, ...]) -> dict[int, int]:
@@ -200,7 +200,9 @@ def _column_slice(call: Call, base: Layout, dim: int, start: Any, step: int) -> 
     if isinstance(base.fact, Affine) and not base.fact.batch:
         offset = dict(base.fact.coefficients).get(dim, 0) * int(start or 0)
         fact = Affine(base.fact.coefficients, base.fact.constant + offset)
-    raise NotPackable(text, dense=base.with_(dims=dims, reach=reach, fact=fact, head=head))
+    raise NotPackable(
+        text, dense=base.with_(dims=dims, reach=reach, fact=fact, head=head), move=None if base.head else Move(int(start or 0))
+    )
 
 
 def _cut_head(base: Layout, start: int) -> tuple[tuple[tuple[int, int], ...], Reach]:
@@ -289,6 +291,12 @@ def cat(call: Call) -> Layout:
     if not any(layout.token_dim(dim) for layout in layouts) and not call.symbols.mentions(call.out.shape[dim]):
         dims = tuple(call.symbols.dim(call.out.shape[d]) if d == dim else others[d] for d in range(rank))
         return call.result(dims)
+    same = {layout.dims[dim] for layout in layouts}
+    if len(same) == 1 and layouts[0].token_dim(dim) and not any(layout.has_spans or layout.is_rows or layout.sorted for layout in layouts):
+        # one after the other: a new slowest factor of the dimension
+        dims = tuple((len(tensors), *layouts[0].dims[dim]) if d == dim else others[d] for d in range(rank))
+        if len([f for d in dims for f in d if f is Axis.COLUMNS]) == 1 and not call.symbols.packed:
+            return call.result(dims)
     raise NotPackable("tokens are joined to tokens", dense=_joined_columns(call, tensors, layouts, others, dim))
 
 
@@ -367,18 +375,6 @@ def pad(call: Call) -> Layout:
     if span:
         raise NotPackable("the columns are padded or shifted", dense=layout.with_(reach=layout.reach.join(COLUMN)))
     return layout
-
-
-@rule("flip.default", "roll.default", "rot90.default")
-def reorder(call: Call) -> Layout:
-    base = call.layout_of(call.tensors[0])
-    asked = call.arg("dims", [])
-    touched = [int(d) % len(base.dims) for d in asked] if asked else list(range(len(base.dims)))
-    if any(base.token_dim(d) for d in touched):
-        name = call.func._schema.name.split("::")[1]
-        raise NotPackable(f"{name} moves tokens along dimension {next(d for d in touched if base.token_dim(d))}")
-    require_no_rows(call, call.tensors[0], touched, call.func._schema.name.split("::")[1])
-    return call.result(base.dims)
 
 
 def _text(layout: Layout) -> str:
