@@ -21,7 +21,6 @@ from tests.e2e.decoders import CHUNK, HEAD, HEADS, WINDOW, Decoder
 from tests.e2e.models import spread
 from tests.e2e.scenarios import Batch, forest, right_padded, star
 
-
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="older versions capture flex_attention in a form that is refused"
 )
