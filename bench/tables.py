@@ -70,9 +70,34 @@ def plan_table(result: dict[str, Any]) -> str:
     return f"{text}\n\n{table(head, lines)}"
 
 
+def attention_table(result: dict[str, Any]) -> str:
+    """Only cases whose errors and replays passed their gates have times."""
+    lines = []
+    for case in result["cases"]:
+        right = case["errors_within_twice_dense"] and case["deterministic_replays_equal"]
+        names = ("composed", "composed_deterministic", "blocked", "dense_flash", "dense_cudnn")
+        times = [case["times"].get(name) for name in names]
+        shown = [f"{t['forward_ms']:.1f} / {t['backward_ms']:.1f}" if right and t else "-" for t in times]
+        lines.append([case["name"], f"{case['I']:.2f}", *shown])
+    hardware, versions = result["hardware"], result["versions"]
+    text = (
+        f"Attention on a GPU, {result['dtype']}, {result['heads'][0]} query and {result['heads'][1]} key heads, forward / backward in ms; "
+        f"dense is causal attention of all rows. `{result['command']}`, {result['date'][:10]}, {gpu_name(result)}, "
+        f"torch {versions['torch']}, {hardware['cores']} cores."
+    )
+    head = ("forest", "I", "composed", "composed, deterministic", "portable", "dense, flash", "dense, cuDNN")
+    return f"{text}\n\n{table(head, lines)}"
+
+
+def gpu_name(result: dict[str, Any]) -> str:
+    """What the GPU calls itself."""
+    return str(result["gpu"]["name"])
+
+
 def render() -> str:
     """What stands between the two marks in README.md, marks included."""
-    return "\n".join([BEGIN, step_table(load("cpu_step.json")), "", plan_table(load("plan.json")), END])
+    parts = [step_table(load("cpu_step.json")), plan_table(load("plan.json")), attention_table(load("attention.json"))]
+    return "\n".join([BEGIN, "\n\n".join(parts), END])
 
 
 def placed(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
@@ -277,6 +278,8 @@ class _Runner(torch.fx.Interpreter):
             info.value = super().run_node(n)
             self._check_symbols(n.target)
             self._check_numbers(n, info)
+        except GuardOnDataDependentSymNode:
+            raise refusal(self.mode.reason("a value of a tensor is used as a size, or as one place in a dimension", n.target)) from None
         finally:
             self.mode.info, self.mode.node = outer, outer_node
         flat, _ = tree_flatten(info.value)
