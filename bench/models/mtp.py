@@ -1,6 +1,7 @@
 """A plain decoder with multi-token prediction in the style of DeepSeek-V3, written without a thought of shared prefixes.
 
-The body is a string of layers: `*` attention, `-` feed-forward, `E` mixture of experts with bias-corrected routing. Head d = 1, 2, ...
+The body is a string of layers: `*` attention, `-` feed-forward, `E` mixture of experts with bias-corrected routing, `M` Mamba-2, `G` gated
+delta rule, `C` gated short convolution; the recurrences are transformers' functions. Head d = 1, 2, ...
 takes the hidden state of head d - 1 at column l and the embedding of token l + d, runs a block of its own, and predicts token l + d + 1
 with the body's embedding and head. Tokens roll within a row, zeros follow the last one.
 
@@ -106,7 +107,62 @@ class Experts(nn.Module):
         self.load.zero_()
 
 
-LAYERS = {"*": Attention, "-": FeedForward, "E": Experts}
+class ShortConvolution(nn.Module):
+    """A causal convolution between two gates."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.maps = nn.Linear(config.width, 3 * config.width)
+        self.conv = nn.Conv1d(config.width, config.width, 3, groups=config.width, padding=2)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        before, after, value = self.maps(x).chunk(3, -1)
+        y = self.conv((before * value).transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        return self.out(after * y)
+
+
+class Mamba2(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads, self.width = config.heads, config.width
+        self.maps = nn.Linear(config.width, 4 * config.width + config.heads)
+        self.conv = nn.Conv1d(3 * config.width, 3 * config.width, 4, groups=3 * config.width, padding=3)
+        self.rate, self.skip, self.step = (nn.Parameter(torch.ones(config.heads)) for _ in range(3))
+        self.norm, self.out = nn.RMSNorm(config.width), nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+        gate, mixed, step = self.maps(x).split([self.width, 3 * self.width, self.heads], dim=-1)
+        mixed = F.silu(self.conv(mixed.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2)
+        value, write, read = mixed.chunk(3, -1)
+        heads = value.unflatten(-1, (self.heads, -1))
+        write, read = (part.unflatten(-1, (1, self.width)) for part in (write, read))
+        y = mamba2_chunk_scan(heads, step, -self.rate.exp(), write, read, chunk_size=8, D=self.skip, dt_bias=self.step, dt_softplus=True)
+        return self.out(self.norm(y.flatten(2).to(x.dtype) * F.silu(gate)))
+
+
+class GatedDelta(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.maps, self.gates = nn.Linear(config.width, 4 * config.width), nn.Linear(config.width, 2 * config.heads)
+        self.rate = nn.Parameter(torch.zeros(config.heads))
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+        q, k, v, gate = (part.unflatten(-1, (self.heads, -1)) for part in self.maps(x).chunk(4, -1))
+        decay, strength = self.gates(x).chunk(2, -1)
+        y, _ = torch_chunk_gated_delta_rule(
+            q, k, v, g=-self.rate.exp() * F.softplus(decay), beta=strength.sigmoid(), chunk_size=8, use_qk_l2norm_in_kernel=True
+        )
+        return self.out((y * F.silu(gate)).flatten(2))
+
+
+LAYERS = {"*": Attention, "-": FeedForward, "E": Experts, "C": ShortConvolution, "M": Mamba2, "G": GatedDelta}
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout, Reach
+from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout, Reach, Span, Symbols
 from sp_compile.ops.dense_scans import KINDS, ScanKind
 
 
@@ -66,11 +66,12 @@ def _layout(
     kind: ScanKind, final: bool, given: dict[str, Any], mode: Any, name_of: Callable[[Any], str | None], value: torch.Tensor
 ) -> Layout:
     reach, sizes = Reach(Kind.UNIFORM), dict[str, Any]()
+    columns = _columns(mode.layout_of(given[kind.result]), kind)
     for name, pattern in kind.tensors.items():
         if given[name] is None:
             continue
         layout = mode.layout_of(given[name])
-        refused = _refusal(kind, name, pattern, layout, mode.symbols.rows_dim) or _sizes(kind, name, pattern, given[name], sizes)
+        refused = _refusal(kind, name, pattern, layout, mode.symbols, columns, final) or _sizes(kind, name, pattern, given[name], sizes)
         if refused is not None:
             why = layout.why or mode.reason(refused, f"sp_compile::{kind.name}")
             mode.fail(why)
@@ -113,17 +114,25 @@ def _alternatives(pattern: str) -> list[list[str]]:
     return [one.split(" ") for one in pattern.lstrip("?").split("|")]
 
 
-def _refusal(kind: ScanKind, name: str, pattern: str, layout: Layout, rows: Dim) -> str | None:
-    """Why an operand cannot be had on physical tokens, or None."""
+def _columns(layout: Layout, kind: ScanKind) -> Dim:
+    """The column dimension of the operand that has the result's shape: all columns, or all but the last ones."""
+    (letters, *_) = _alternatives(kind.tensors[kind.result])
+    found = layout.dims[letters.index("L")] if len(layout.dims) == len(letters) else ()
+    return found if len(found) == 1 and isinstance(found[0], Span) else (Axis.COLUMNS,)
+
+
+def _refusal(kind: ScanKind, name: str, pattern: str, layout: Layout, symbols: Symbols, columns: Dim, final: bool) -> str | None:
+    """Why an operand cannot be had on physical tokens, or None. One that looks ahead is had on a refined forest."""
     what = f"{name} of a {_title(kind)}"
     if layout.is_rows:
         return f"the {what} is not shared"
     (letters, *_) = _alternatives(pattern)
     if "L" not in letters:
         return f"the {what} differs from token to token" if layout.has_tokens or layout.reach.kind > Kind.UNIFORM else None
-    if not layout.reach.shared:
+    whole = symbols.packed or final
+    if layout.reach.kind > Kind.TOKENS or (whole and (not layout.reach.shared or columns != (Axis.COLUMNS,))):
         return f"the {what} looks ahead of its own column"
-    places: dict[str, Dim] = {"B": rows, "L": (Axis.COLUMNS,)}
+    places: dict[str, Dim] = {"B": symbols.rows_dim, "L": columns}
     fits = len(layout.dims) == len(letters) and all(
         dim == places[letter] if letter in places else not layout.token_dim(index)
         for index, (dim, letter) in enumerate(zip(layout.dims, letters, strict=True))

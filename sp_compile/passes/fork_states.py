@@ -22,7 +22,7 @@ import torch.fx
 from sp_compile.ops import scans
 from sp_compile.ops.dense_scans import KINDS
 from sp_compile.passes import markers
-from sp_compile.passes.stage import Context, PassResult, Stage, forest_input, origin_of, set_origin
+from sp_compile.passes.stage import Context, PassResult, Stage, forest_input, origin_of, set_origin, suffix_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ForkStates:
         found = [node for node in graph.nodes if node.target is markers.shared_scan]
         for node in found:
             kind, tensors, final, options = node.args
-            forest = tuple(forest_input(graph, name) for name in scans.FOREST[kind])
+            forest = tuple(forest_input(graph, name + suffix_of(node)) for name in scans.FOREST[kind])
             node.target = scans.op_of(kind)
             node.args, node.kwargs = scans.arguments(kind, tensors, forest, final), options
             if KINDS[kind].state is not None:

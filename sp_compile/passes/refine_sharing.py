@@ -168,7 +168,7 @@ class Homes:
         operands = self._operands(node)
         inherits = any(self.deep.get(a) == world for a in operands)
         ahead = any(self.forms[a] is not Form.MOVED and self._looks_ahead(a) for a in operands)
-        return info.attention is not None or inherits or (ahead and any(map(self._is_weight, operands)))
+        return info.attention is not None or info.scan is not None or inherits or (ahead and any(map(self._is_weight, operands)))
 
     def _looks_ahead(self, node: torch.fx.Node) -> bool:
         return any(t.reach.kind is Kind.TOKENS and t.reach.shift > 0 for t in self.infos[node].tensors)

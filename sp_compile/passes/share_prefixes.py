@@ -164,7 +164,7 @@ class _Rewrite:
         if info.attention is not None:
             return [(self.by_name[name], world) for name in self._attention_names(info)]
         if info.scan is not None:
-            return [(self.by_name[name], World.PACKED) for name in info.scan.names]
+            return [(self.by_name[name], world) for name in info.scan.names]
         if info.segments is not None:
             return [(self.by_name[info.segments], World.PACKED)]
         return [(a, world) for a in tensors]
@@ -238,7 +238,7 @@ class _Rewrite:
         if world is not World.ROWS and info.attention is not None:
             made = self._attention(node, info, world)
         elif info.scan is not None:
-            made = self._scan(node, info.scan)
+            made = self._scan(node, info.scan, World.PACKED if world is World.ROWS else world)
         elif world is World.PACKED and info.segments is not None:
             made = self._segments(node, info.segments)
         else:
@@ -365,17 +365,15 @@ class _Rewrite:
         made = self.new.call_method("contiguous", (self.new.call_method("transpose", (made, 1, 2)),))
         return self.new.call_method("transpose", (made, 1, 2)) if call.heads_first else made
 
-    def _scan(self, node: torch.fx.Node, call: recurrences.ScanCall) -> torch.fx.Node:
+    def _scan(self, node: torch.fx.Node, call: recurrences.ScanCall, world: World) -> torch.fx.Node:
         self.context.trailing = True
         if call.final:
             self.context.padding.append(None)  # the state after the last column has read every pad
-        return emit_scan(
-            self.new,
-            call,
-            lambda name: self._at(self.by_name[name], World.PACKED, node),
-            lambda name: self.info[self.by_name[name]].value.dtype,
-            self.index,
-        )
+
+        def packed(name: str) -> tuple[torch.fx.Node, torch.dtype]:
+            return self._at(self.by_name[name], world, node), self.info[self.by_name[name]].value.dtype
+
+        return emit_scan(self.new, call, packed, self.index, world.suffix)
 
     def _segments(self, node: torch.fx.Node, positions: str) -> torch.fx.Node:
         """Document numbers counted along each row's path; in the packed order a position may jump where a branch begins."""

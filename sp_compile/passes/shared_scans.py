@@ -15,34 +15,34 @@ from sp_compile.analysis.interpret import NodeInfo
 from sp_compile.analysis.recurrences import ScanCall
 from sp_compile.ops.dense_scans import KINDS
 from sp_compile.passes import markers
+from sp_compile.passes.stage import set_suffix
 
-Operand = Callable[[str], torch.fx.Node]
-"""The packed value of a node of the dense graph."""
+Operand = Callable[[str], "tuple[torch.fx.Node, torch.dtype]"]
+"""The packed value of a node of the dense graph, and its dtype."""
 
 
-def emit_scan(
-    graph: torch.fx.Graph, call: ScanCall, packed: Operand, dtype_of: Callable[[str], torch.dtype], index: torch.fx.Node
-) -> torch.fx.Node:
+def emit_scan(graph: torch.fx.Graph, call: ScanCall, packed: Operand, index: torch.fx.Node, suffix: str) -> torch.fx.Node:
     """Nodes that compute the call on packed operands; the last one is returned.
 
     Args:
         graph: the new graph; nodes are appended.
         call: what the analysis found.
         packed: gives operands.
-        dtype_of: their dtypes.
         index: the [B, L] numbers of the rows' tokens, for the state after each row.
+        suffix: of the forest's tensors, see `layout/refine.py`.
     """
     kind = KINDS[call.kind]
     tensors: list[Any] = []
     for argument, name in zip(kind.tensors, call.tensors, strict=True):
-        value: Any = None if name is None else packed(name)
-        if name is not None and argument in kind.uniform and dtype_of(name) != call.uniform:
+        value, dtype = (None, None) if name is None else packed(name)
+        if value is not None and argument in kind.uniform and dtype != call.uniform:
             value = graph.call_method("to", (value, call.uniform))
         if value is not None and kind.tensors[argument] == "B C L":
             value = graph.call_method("transpose", (value, 1, 2))
         tensors.append(value)
     final = graph.call_method("select", (index, 1, -1)) if call.final else None
     made = graph.call_function(markers.shared_scan, (call.kind, tuple(tensors), final, dict(call.options)))
+    set_suffix(made, suffix)
     if not call.final and kind.tensors[kind.result] == "B C L":
         made = graph.call_method("transpose", (made, 1, 2))
         made = graph.call_method("contiguous", (made,))

@@ -119,6 +119,27 @@ def test_variants_equal_dense(changes: dict[str, Any]) -> None:
     assert list(account.refined_tokens) == list(range(1, changes.get("depth", 2) + 1))
 
 
+@pytest.mark.parametrize(("body", "head_block", "depth"), [("C*", "C", 1), ("MC*", "*", 1), ("*G", "*M", 2)])
+def test_recurrences_in_the_body_and_in_the_heads(body: str, head_block: str, depth: int) -> None:
+    """Heads fork their states where rows part so far ahead. transformers computes these recurrences in float32."""
+    pytest.importorskip("transformers")
+    torch._dynamo.reset()
+    dense = spread(Model(Config(body=body, head_block=head_block, depth=depth)))
+    shared = copy.deepcopy(dense)
+    call = compare.compiled(shared, "eager")
+    for ids, real, groups in FORESTS.values():
+        given = {"groups": groups, "loss_mask": real, "attention_mask": real}
+        (wanted, wanted_gradients), (found, gradients) = step(dense, dense, ids, **given), step(call, shared, ids, **given)
+        account = sp_compile.last_run()
+        assert account.shared
+        assert not account.unpacked
+        assert list(account.refined_tokens) == list(range(1, depth + 1))
+        assert all(compare.relative(one, other) <= compare.LOGITS for one, other in zip(found[:2], wanted[:2], strict=True))
+        floor = 1e-4 * max(float(g.norm()) for g in wanted_gradients.values())
+        for name, gradient in wanted_gradients.items():
+            assert compare.relative(gradients[name], gradient, floor=floor) <= compare.GRADIENTS, name
+
+
 def test_switched_off_and_in_evaluation() -> None:
     account = check("ragged", True, {"predict": False}, depth=2)
     assert account.refined_tokens == {}
