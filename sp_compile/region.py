@@ -202,9 +202,8 @@ class Region:
             return self._run_dense(values, refused=str(variant.refusal))
         forest = self._forest(variant, values)
         if forest.sharing < self.options.min_sharing or forest.num_tokens < 2:
-            return self._run_dense(
-                values, forest=forest, note=f"sharing {forest.sharing:.3f} is below min_sharing {self.options.min_sharing}"
-            )
+            little = f"sharing {forest.sharing:.3f} is below min_sharing {self.options.min_sharing}"
+            return self._run_dense(values, forest=forest, note=little + self._keys_note(variant))
         unfit = self._unfit(variant, values, forest)
         if unfit is not None:
             return self._run_dense(values, refused=str(unfit))
@@ -337,6 +336,12 @@ class Region:
         return fed
 
     # -- the dense graph ------------------------------------------------------------------------------------------------------
+
+    def _keys_note(self, variant: Variant) -> str:
+        """What rows had to agree in besides the token ids, if anything."""
+        numbers = variant.shared.context.keys if variant.shared is not None else []
+        names = [regions.input_name(placeholders(self.module.graph)[number]) for number in numbers]
+        return f"; rows have to agree in {', '.join(names)}" if len(names) > 1 else ""
 
     def _run_dense(self, values: Sequence[Any], **said: Any) -> Any:
         if self.options.count_padding is not None:

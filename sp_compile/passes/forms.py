@@ -38,16 +38,54 @@ def find_forms(order: Sequence[torch.fx.Node], infos: Infos, packed: bool = Fals
     if refine:  # written memory that holds tokens of the forest itself is that of no refined one
         plain = [info for info in infos.values() if any(t.reach.kind is Kind.TOKENS and t.packable for t in info.tensors)]
         fixed = written & set[int]().union(*(info.storages for info in plain))
+    apart = frozenset[torch.fx.Node]() if packed else _rows_data(order, infos)
     while True:
         forms: dict[torch.fx.Node, Form] = {}
         for node in order:
             given = packed and node.op == "placeholder" and any(t.has_tokens for t in infos[node].tensors)
-            forms[node] = Form.DIRECT if given else _form(node, infos, forms, on_rows, fixed)
+            forms[node] = Form.DIRECT if given else Form.NONE if node in apart else _form(node, infos, forms, on_rows, fixed)
         others = [infos[node] for node in order if forms[node] is not Form.DIRECT]
         found = on_rows.union(*(info.writes | (info.storages & written) for info in others))
         if found == on_rows:
             return forms
         on_rows = found
+
+
+def _rows_data(order: Sequence[torch.fx.Node], infos: Infos) -> frozenset[torch.fx.Node]:
+    """Nodes where fractional inputs of the rows (advantages, returns, weights of a loss) meet what tokens have become, and nothing that
+    mixes tokens or meets a parameter follows. On tokens they would be part of what rows must agree in, and rows would share nothing."""
+    deep: set[torch.fx.Node] = set()
+    for node in reversed(order):
+        info = infos[node]
+        mixes = info.attention is not None or info.scan is not None
+        if node in deep or mixes or (_weighs(node, infos) and any(t.has_tokens for t in info.tensors)):
+            deep.update(node.all_input_nodes, [node])
+    data: set[torch.fx.Node] = set()
+    apart: set[torch.fx.Node] = set()
+    for node in order:
+        info = infos[node]
+        tokens = [t for t in info.tensors if t.has_tokens]
+        if node.op == "placeholder":
+            value = info.value
+            if tokens and isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad:
+                data.add(node)
+            continue
+        operands = [a for a in node.all_input_nodes if any(t.has_tokens for t in infos[a].tensors)]
+        if not data & set(operands) or not tokens:
+            continue
+        if all(t.entry for t in tokens):
+            data.add(node)
+        elif node not in deep and any(not t.entry for a in operands for t in infos[a].tensors):
+            apart.add(node)
+    return frozenset(apart)
+
+
+def _weighs(node: torch.fx.Node, infos: Infos) -> bool:
+    """Whether a parameter of two dimensions is among the operands."""
+    values = [
+        infos[a].value for a in node.all_input_nodes if all(not t.has_tokens and t.reach.kind is Kind.UNIFORM for t in infos[a].tensors)
+    ]
+    return any(isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2 for value in values)
 
 
 def _form(node: torch.fx.Node, infos: Infos, forms: Mapping[torch.fx.Node, Form], on_rows: set[int], fixed: set[int] | None = None) -> Form:
@@ -96,7 +134,8 @@ def gatherable(layout: Layout) -> bool:
     """Whether `tokens.pack` knows the layout."""
     axes = [axis for _, axis in layout.axes]
     one = 1 <= axes.count(Axis.COLUMNS) <= 2 and not layout.has_spans
-    return (one or layout.column_like == [*_spans(layout)][:1]) and axes.count(Axis.BATCH) <= 1 and _plain_merges(layout)
+    cut = len(_spans(layout)) == 1 and layout.column_like == _spans(layout)
+    return (one or cut) and axes.count(Axis.BATCH) <= 1 and _plain_merges(layout)
 
 
 def scatterable(layout: Layout) -> bool:

@@ -44,4 +44,4 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, scale: bool = True, eps
         deviation = (sum_by_key(centred.square(), place, len(names)) / (sizes - 1).clamp(min=1)).sqrt()
         # With epsilon 0 equal rewards would be 0 / 0.
         divisor = deviation[place] + epsilon
-        return torch.where(divisor > 0, centred / divisor.clamp(min=torch.finfo(torch.float64).tiny), 0).to(rewards.dtype)
+        return torch.where(divisor == 0, 0, centred / divisor.clamp(min=torch.finfo(torch.float64).tiny)).to(rewards.dtype)

@@ -291,3 +291,37 @@ def test_numbers_show_a_dropped_mask_term(term: str, monkeypatch: pytest.MonkeyP
     ids = batch()
     error, _ = compare(Positions(real_logits), ids, _mask(ids))
     assert error > 1e-3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, ids, returns: ((z.mean(-1) - returns) ** 2).mean(),
+        lambda z, ids, returns: (F.mse_loss(z[..., 0], returns, reduction="none") * returns).sum(),
+        lambda z, ids, returns: z * returns[..., None],
+    ],
+    ids=["value loss", "unreduced", "returned"],
+)
+def test_fractions_of_the_rows_behind_the_last_layer_are_no_keys(loss: Callable[..., Any]) -> None:
+    """Advantages and returns differ from row to row: as keys they would leave nothing to share."""
+    returns = torch.rand(4, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    error, found = compare(Tiny(loss), batch(), returns)
+    assert error < 1e-10
+    assert len(found.context.keys) == 1
+
+
+def test_fractions_of_the_rows_before_a_layer_are_keys() -> None:
+    class Gated(Tiny):
+        def forward(self, ids: Tensor, *more: Tensor) -> Any:
+            return self.head(self.hidden(ids) + self.q(self.words(ids) * more[0][..., None]))
+
+    error, found = compare(Gated(logits), batch(), torch.rand(4, 14, dtype=torch.float64))
+    assert error < 1e-10
+    assert len(found.context.keys) == 2
+
+
+@pytest.mark.parametrize("weigh", [lambda z, w: (z * w[:, None, None]).sum(), lambda z, w: (z.logsumexp(-1) * w[:, None]).sum()])
+def test_one_number_per_row_weighs_rows(weigh: Callable[..., Any]) -> None:
+    error, found = compare(Tiny(lambda z, ids, w: weigh(z, w)), batch(), torch.rand(4, dtype=torch.float64))
+    assert error < 1e-10
+    assert len(found.context.keys) == 1
