@@ -64,13 +64,13 @@ def step(call: Callable[..., Any], model: nn.Module, given: Batch) -> tuple[comp
     model.zero_grad(set_to_none=True)
     out = call(**given.inputs)
     routers = [logits.view(*given.real.shape, -1) for logits in getattr(out, "router_logits", None) or ()]
-    objective = (out.logits * compare.weighting(out.logits.shape, given.real)).sum() + 3 * out.loss
+    objective = (out.logits * compare.weighting(out.logits.shape, given.real)).sum() + (3 * out.loss if out.loss is not None else 0)
     for number, logits in enumerate(routers):
         objective = objective + (logits * compare.weighting(logits.shape, given.real, seed=number)).sum()
     objective.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     more = [*([out.aux_loss.detach()] if getattr(out, "aux_loss", None) is not None else []), *(r.detach()[given.real] for r in routers)]
-    return compare.Result(out.logits.detach(), out.loss.detach(), gradients), more
+    return compare.Result(out.logits.detach(), None if out.loss is None else out.loss.detach(), gradients), more
 
 
 CASES = [
