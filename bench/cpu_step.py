@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -110,7 +111,16 @@ def build_model(sizes: Sizes) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).train()
 
 
-def build_batch(case: Case, sizes: Sizes) -> dict[str, Tensor]:
+class Shape(Protocol):
+    """What a batch needs to know of its sizes."""
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+
+
+def build_batch(case: Case, sizes: Shape) -> dict[str, Tensor]:
     """Random rows. With G rows a group, G L = I (P + G (L - P)) gives the length P of the prompt."""
     generator = torch.Generator().manual_seed(1)
     count, columns = case.completions, sizes.columns
@@ -151,10 +161,10 @@ class Run:
         return loss.detach()
 
 
-def make_runs(case: Case, sizes: Sizes) -> tuple[Run, Run]:
+def make_runs(case: Case, build: Callable[[], nn.Module]) -> tuple[Run, Run]:
     """Dense and shared, from the same parameters; nothing compiled before is kept."""
     torch._dynamo.reset()
-    first = build_model(sizes)
+    first = build()
     models = first, copy.deepcopy(first)
     dense, shared = (
         Run(model, torch.compile(model if case.logits else LossOnly(model), backend=backend))
@@ -222,7 +232,7 @@ def planning_seconds(batch: dict[str, Tensor]) -> float:
     return median(seconds)
 
 
-def run_case(case: Case, sizes: Sizes, runs: tuple[Run, Run], repeats: int, tick: Callable[[], None]) -> dict[str, Any]:
+def run_case(case: Case, sizes: Shape, runs: tuple[Run, Run], repeats: int, tick: Callable[[], None]) -> dict[str, Any]:
     """Everything about one case; without times where the gate is red."""
     batch = build_batch(case, sizes)
     for one in runs:
@@ -300,7 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
             case = CASES[number]
             work = progress.add_task(f"{case.name}, I = {case.sharing:g}", total=options.repeats)
             if runs is None or form != case.form:
-                runs, form = make_runs(case, sizes), case.form
+                runs, form = make_runs(case, functools.partial(build_model, sizes)), case.form
             results.append(run_case(case, sizes, runs, options.repeats, lambda work=work: progress.advance(work)))  # type: ignore[misc]
             write(options.out, {"sizes": dataclasses.asdict(sizes), "threads": torch.get_num_threads(), "cases": results})
     console.print(table(results))

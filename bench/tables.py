@@ -71,21 +71,50 @@ def plan_table(result: dict[str, Any]) -> str:
 
 
 def attention_table(result: dict[str, Any]) -> str:
-    """Only cases whose errors and replays passed their gates have times."""
+    """Only entries whose errors and replays passed their gates have times; a ratio is to the fastest dense one."""
     lines = []
+    names = ("fa4_blocks", "fa4_mixed, deterministic", "chains_cuda, deterministic", "flex", "dense_cudnn", "dense_fa4")
     for case in result["cases"]:
-        right = case["errors_within_twice_dense"] and case["deterministic_replays_equal"]
-        names = ("composed", "composed_deterministic", "blocked", "dense_flash", "dense_cudnn")
-        times = [case["times"].get(name) for name in names]
-        shown = [f"{t['forward_ms']:.1f} / {t['backward_ms']:.1f}" if right and t else "-" for t in times]
-        lines.append([case["name"], f"{case['I']:.2f}", *shown])
-    hardware, versions = result["hardware"], result["versions"]
+        if case["T"] == 1:
+            continue  # launches only
+        entries = {name: entry for name, entry in case["entries"].items() if entry["gate"] in ("green", "baseline")}
+        total = {name: entry["forward_ms"] + entry["backward_ms"] for name, entry in entries.items()}
+        dense = min((ms for name, ms in total.items() if name.startswith("dense_")), default=None)
+        shown = [f"{e['forward_ms']:.1f} / {e['backward_ms']:.1f}" if (e := entries.get(name)) else "-" for name in names]
+        ratios = [f"{dense / total[name]:.2f}" if dense and name in total else "-" for name in names[:2]]
+        lines.append([case["name"], f"{case['dim']}", f"{case['I']:.2f}", *shown, *ratios])
+    versions, packages = result["versions"], result["packages"]
     text = (
         f"Attention on a GPU, {result['dtype']}, {result['heads'][0]} query and {result['heads'][1]} key heads, forward / backward in ms; "
-        f"dense is causal attention of all rows. `{result['command']}`, {result['date'][:10]}, {gpu_name(result)}, "
-        f"torch {versions['torch']}, {hardware['cores']} cores."
+        f"dense is causal attention of all rows, and ratios are to the fastest dense one. `{result['command'].split(' --')[0]}`, "
+        f"{result['date'][:10]}, {gpu_name(result)}, torch {versions['torch']}, flash-attn-4 {packages['flash-attn-4']}."
     )
-    head = ("forest", "I", "composed", "composed, deterministic", "portable", "dense, flash", "dense, cuDNN")
+    head = ("forest", "head dim", "I", "FA4 blocks", "FA4, det.", "torch's flash, det.", "FlexAttention", "dense, cuDNN", "dense, FA4",
+            "times faster", "det.")  # fmt: skip
+    return f"{text}\n\n{table(head, lines)}"
+
+
+def gpu_step_table(result: dict[str, Any]) -> str:
+    """Only steps whose gates were green have times; ratios are to the faster dense one."""
+    lines = []
+    for case in result["cases"]:
+        steps = case["steps"]
+        dense = [steps[name]["median_ms"] for name in ("dense", "dense_static") if name in steps]
+        names = ("shared", "flex_tree", "gathered")
+        times = [f"{steps[name]['median_ms']:.0f}" if name in steps else "-" for name in names]
+        ratio = min(dense) / steps["shared"]["median_ms"] if dense and "shared" in steps else None
+        figures = [f"{ratio:.2f}", f"{ratio / case['I']:.2f}"] if ratio else ["-", "-"]
+        peaks = [f"{steps[name]['peak_bytes'] / 2**30:.1f}" if name in steps else "-" for name in ("dense", "shared")]
+        named = f"{case['model']}, {case['layers']} layers, {case['parameters'] / 1e9:.2f} B: {case['name']}"
+        lines.append([named, f"{case['I']:.2f}", f"{min(dense):.0f}" if dense else "-", *times, *figures, *peaks])
+    versions = result["versions"]
+    text = (
+        f"A training step on a GPU in ms, {result['dtype']}, compiled by Inductor; dense with cuDNN or flash attention. "
+        f"`{result['command']}`, {result['date'][:10]}, {gpu_name(result)}, "
+        f"torch {versions['torch']}, transformers {versions['transformers']}."
+    )
+    packings = ("FlexAttention tree", "gathered keys")
+    head = ("model and rows", "I", "dense", "shared", *packings, "times faster", "of I", "peak dense, GiB", "shared")
     return f"{text}\n\n{table(head, lines)}"
 
 
@@ -97,6 +126,8 @@ def gpu_name(result: dict[str, Any]) -> str:
 def render() -> str:
     """What stands between the two marks in README.md, marks included."""
     parts = [step_table(load("cpu_step.json")), plan_table(load("plan.json")), attention_table(load("attention.json"))]
+    if (RESULTS / "step.json").exists():
+        parts.append(gpu_step_table(load("step.json")))
     return "\n".join([BEGIN, "\n\n".join(parts), END])
 
 

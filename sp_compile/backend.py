@@ -17,27 +17,33 @@ from sp_compile import options as option_parser
 from sp_compile.analysis.inputs import GraphInputs, read_inputs
 from sp_compile.analysis.interpret import analyse
 from sp_compile.analysis.packed_inputs import read_packed_inputs
+from sp_compile.analysis.refusals import tell_rows
 from sp_compile.capture import install, require_tested, set_backend
 from sp_compile.capture.checkpoint import inline_checkpoints
+from sp_compile.capture.data_sizes import is_sized_by_data, switch_back, watch_traces
 from sp_compile.capture.graphs import is_module_state, placeholders
 from sp_compile.capture.local_sums import functional_sums
 from sp_compile.capture.numbers import freeze_numbers
-from sp_compile.capture.shapes import ensure_symbolic
+from sp_compile.capture.shapes import capture_broken, ensure_symbolic
+from sp_compile.capture.size_checks import without_size_checks
 from sp_compile.capture.split_graphs import split_refusal
 from sp_compile.capture.torch_attention import mark_attention
 from sp_compile.capture.torch_convolutions import mark_convolutions
 from sp_compile.capture.transforms import refuse_transforms, restored_levels
 from sp_compile.debug import dump
+from sp_compile.errors import InvalidOption
 from sp_compile.lowering.select import SelectKernels
 from sp_compile.options import Options
 from sp_compile.passes.add_forest_masks import AddForestMasks
+from sp_compile.passes.block_routers import BlockRouters
 from sp_compile.passes.expand_multiplicities import ExpandMultiplicities
 from sp_compile.passes.fork_states import ForkStates
+from sp_compile.passes.insert_layout_conversions import InsertLayoutConversions
 from sp_compile.passes.refine_sharing import RefineSharing
 from sp_compile.passes.runner import PassRecord, run_passes
 from sp_compile.passes.share_prefixes import SharePrefixes
 from sp_compile.passes.sink_unpacking import SinkUnpacking
-from sp_compile.passes.stage import Context, Pass
+from sp_compile.passes.stage import Context, Pass, origin_of
 
 
 def pipeline(options: Options) -> list[Pass]:
@@ -48,9 +54,16 @@ def pipeline(options: Options) -> list[Pass]:
         AddForestMasks(),  # needs the markers that share_prefixes leaves
         ForkStates(),  # beside it: recurrences get the same forest
         ExpandMultiplicities(options.count_padding),  # before gathers move: a reduction stands beside the one it reads
+        *([BlockRouters(options.router_blocks)] if options.router_blocks else []),  # anywhere after share_prefixes has made the products
         SinkUnpacking(),  # after all packed nodes exist, so that gathers can move past every one of them
+        *_over_ranks(options),  # after gathers, which need rows, have gone as far as they can
         SelectKernels(options.kernels),  # last: later passes would not know the implementations
     ]
+
+
+def _over_ranks(options: Options) -> list[Pass]:
+    group = options.context_parallel
+    return [] if group is None else [InsertLayoutConversions(group.size(), group.group_name)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +97,30 @@ def compile_region(module: torch.fx.GraphModule, values: Sequence[Any], options:
     Raises:
         CannotShare: something was not proved; nothing has been changed.
     """
+    if tokens is None and options.context_parallel is not None:
+        raise InvalidOption("option context_parallel works on packed calls: call the compiled model inside of sp_compile.share(plan)")
     refuse_transforms(module)
     module, numbers = freeze_numbers(inline_checkpoints(module), values)
-    module = mark_attention(mark_convolutions(functional_sums(module)), values, packed=tokens is not None)
+    module = mark_attention(mark_convolutions(functional_sums(without_size_checks(module))), values, packed=tokens is not None)
     inputs = read_inputs(module.graph, values) if tokens is None else read_packed_inputs(module.graph, values, tokens)
     with restored_levels():
         context = Context(analyse(module, inputs))
     watch = dump.watcher(options.dump, module, context)
     graph, records = run_passes(module, context, pipeline(options), frozenset(options.disable), watch)
+    tell_rows(module.graph.nodes, context.analysis.layout, options.strict)
     return Shared(graph, context, records, inputs, numbers)
+
+
+def _keeps_data_sizes(variant: Any) -> bool:
+    """Whether a graph was rewritten so that all sizes that depend on data are those of physical tokens.
+
+    Anything else is better left to Dynamo, who breaks the graph there: the inner compiler may not know such sizes.
+    """
+    if variant.shared is None:
+        return False
+    found = {node.name: info.value for node, info in variant.shared.context.analysis.nodes.items()}
+    origins = [origin for node in variant.shared.graph.graph.nodes if (origin := origin_of(node)) is not None and not origin.packed]
+    return not any(is_sized_by_data(found.get(origin.dense)) for origin in origins)
 
 
 def shared_prefix(
@@ -111,15 +139,26 @@ def shared_prefix(
     chosen = option_parser.parse(options)
     require_tested(module)
     again, split = install(), split_refusal(values)
+    watch_traces()
     if split is None:
         given = [
             v
             for node, v in zip(placeholders(module.graph), values, strict=True)
             if isinstance(v, torch.Tensor) and not is_module_state(node)
         ]
-        ensure_symbolic(module.graph, values, again=again, tokens=packed_tokens(given))
+        packed = packed_tokens(given)
+        goes_on = ensure_symbolic(module.graph, values, again=again, tokens=packed)
+        made = make_region(module, values, chosen)
+        refusals = [variant.refusal for variant in made.__self__.variants if variant.refusal is not None]  # type: ignore[attr-defined]
+        if goes_on and chosen.strict and refusals and packed is None:
+            raise refusals[0]
+        if goes_on and (packed is not None or not all(map(_keeps_data_sizes, made.__self__.variants))):  # type: ignore[attr-defined]
+            raise capture_broken()
+        return made
+    switch_back()
     return make_region(module, values, chosen, split)
 
 
 set_backend(shared_prefix)
 install()
+watch_traces()

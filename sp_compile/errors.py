@@ -43,6 +43,18 @@ class StaleForest(SharedPrefixError, ValueError):
     """A forest does not describe the batch it is used with (row count, columns, or token count differ)."""
 
 
+class InvalidShards(SharedPrefixError, ValueError):
+    """Shards, routes or plans of context parallelism are inconsistent: no permutation, tokens uncovered, numbers of ranks that differ."""
+
+
+class StaleRoute(SharedPrefixError, ValueError):
+    """A route or plan of context parallelism is missing, or was made for another forest, other shards, another rank or other sizes."""
+
+
+class RanksDisagree(SharedPrefixError, RuntimeError):
+    """The ranks of a context parallel group prepared different batches, or one of them failed to; raised on every rank alike."""
+
+
 class CannotShare(SharedPrefixError, ValueError):
     """Sharing could not be proved. The dense graph runs instead, unless `strict` is set.
 
@@ -75,6 +87,10 @@ class CannotShare(SharedPrefixError, ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.reason, self.op, self.node, self.source, self.advice))
+
+
+class LayoutNotAccepted(CannotShare):
+    """Under context parallelism, an op got tokens in a layout over the ranks that it does not accept."""
 
 
 class NothingToShare(CannotShare):

@@ -49,7 +49,8 @@ class HiddenQueries:
         """bool [B, L] on the CPU: true where a query of the row sees no key."""
         with torch.no_grad():
             given = self.graph(*(values[number] for number in self.arguments))
-            return self._without_any(given) if self.mask.matrix else self._without_keys((given != 0).reshape(rows, columns).cpu())
+            found = self._without_any(given) if self.mask.matrix else self._without_keys((given != 0).reshape(rows, -1).cpu())
+            return torch.nn.functional.pad(found, (0, columns - found.shape[-1]))  # the last columns may ask nothing
 
     def _without_keys(self, visible: torch.Tensor) -> torch.Tensor:
         if self.mask.local:

@@ -9,6 +9,9 @@ from typing import Any
 
 from sp_compile.errors import InvalidOption
 
+ROUTER_BLOCK = 1024
+"""Tokens in a block of router logits."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -22,7 +25,10 @@ class Options:
         disable: names of passes to leave out.
         count_padding: whether row padding counts in reductions over tokens; None: as in the dense graph, where it does unless a mask
             multiplies it. Setting it where nothing is shared is an error.
+        router_blocks: compute the logits of routers on shared tokens in blocks of this many tokens (True: 1024), so that a token's have the
+            same bits in every batch; False: as one product. `last_run().kernels["router_blocks"]` says for how many.
         dump: folder for the graph before and after every pass.
+        context_parallel: process group whose ranks hold a pack together; calls are packed, inside of `share(plan)`.
     """
 
     strict: bool = False
@@ -31,7 +37,9 @@ class Options:
     kernels: tuple[str, ...] = ()
     disable: tuple[str, ...] = ()
     count_padding: bool | None = None
+    router_blocks: int = 0
     dump: str | None = None
+    context_parallel: Any = None
 
 
 def parse(given: Mapping[str, Any] | None) -> Options:
@@ -60,9 +68,21 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         raise InvalidOption(f"option inner takes 'inductor', 'aot_eager' or 'eager', got {values['inner']!r}")
     if not isinstance(values.get("count_padding"), bool | None):
         raise InvalidOption(f"option count_padding takes None, True or False, got {values['count_padding']!r}")
+    blocks = values.get("router_blocks", False)
+    if not isinstance(blocks, int) or blocks < 0:
+        raise InvalidOption(f"option router_blocks takes True, False or a number of tokens, got {blocks!r}")
+    values["router_blocks"] = ROUTER_BLOCK if blocks is True else int(blocks)
+    if values.get("context_parallel") is not None and not _is_group(values["context_parallel"]):
+        raise InvalidOption(f"option context_parallel takes a torch.distributed process group, got {values['context_parallel']!r}")
     dump = values.get("dump")
     if dump is not None:
         if not isinstance(dump, str | os.PathLike):
             raise InvalidOption(f"option dump takes a folder, got {dump!r}")
         values["dump"] = os.fspath(dump)
     return Options(**values)
+
+
+def _is_group(value: object) -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and isinstance(value, dist.ProcessGroup)

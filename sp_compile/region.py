@@ -12,10 +12,11 @@ import torch
 import torch.fx
 
 from sp_compile.analysis.given_masks import Reading, pair_inputs, read_all, relied_inputs
-from sp_compile.analysis.inputs import GraphInputs, constants_hold, is_single, static_refusal
+from sp_compile.analysis.inputs import Coincidences, GraphInputs, constants_hold, is_single, static_refusal
 from sp_compile.backend import Shared, compile_region
 from sp_compile.batch import Padding, find_padding, hides, make_forest
 from sp_compile.blocks import BlockTables, find_block_tables
+from sp_compile.capture.dense_graph import without_sites
 from sp_compile.capture.graphs import example_of, is_symbolic, placeholders, size_name
 from sp_compile.capture.numbers import unchanged
 from sp_compile.debug import account, regions
@@ -29,10 +30,12 @@ from sp_compile.options import Options
 from sp_compile.packed import PackedGraph, PackedGraphs
 from sp_compile.passes.runner import PassRecord
 from sp_compile.passes.stage import Context, Source, input_of
-from sp_compile.sharing import forest_of_call, packed_tokens
+from sp_compile.sharing import forest_of_call, packed_tokens, require_plan
 
 MAX_BUCKETS = 8
 """Compiled forms kept per graph; more means that sizes are specialised on every call, which would never end."""
+MAX_REFUSALS = 8
+"""Refused readings per graph; after as many, no other one is tried."""
 
 
 def make_region(
@@ -54,26 +57,9 @@ def make_region(
     return region.__call__  # a function: depyf reads the code object of what a backend returns
 
 
-def without_sites(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The dense graph as the model wrote it: every site marker replaced by the value it marks."""
-    graph = torch.fx.Graph()
-    output = graph.graph_copy(module.graph, {})
-    graph.output(output)
-    for old, new in zip(placeholders(module.graph), placeholders(graph), strict=True):
-        new.meta = dict(old.meta)
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
-    for node in list(graph.nodes):
-        if node.op == "call_function" and "_site" in str(node.target) and str(node.target).startswith("sp_compile"):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-    graph.lint()
-    return torch.fx.GraphModule(module, graph, class_name="DenseGraph")
-
-
 @dataclasses.dataclass
 class Variant:
-    """One way to read the inputs, with its rewritten graph or the reason why there is none."""
+    """One way to read the inputs, with its rewritten graph or the reason why there is none; that holds under `ties`, or always."""
 
     shared: Shared | None = None
     refusal: CannotShare | None = None
@@ -82,6 +68,7 @@ class Variant:
     trained: tuple[bool, ...] = ()
     given: dict[int, Reading] = dataclasses.field(default_factory=dict)
     buckets: list[Bucket] = dataclasses.field(default_factory=list)
+    ties: Coincidences | None = None
 
     @property
     def context(self) -> Context | None:
@@ -105,7 +92,7 @@ class Variant:
         if read_all(self.given, values) != self.given:
             return False
         if self.shared is None:
-            return True
+            return self.ties is None or self.ties.hold(values)
         sizes = self.shared.inputs.sizes
         rows, columns = values[sizes.batch[0]].shape
         tied = all(values[n].shape[d] == rows for n, d in sizes.batch_ties) and all(
@@ -151,7 +138,8 @@ class Region:
             except InvalidOption:
                 raise
             except CannotShare as refused:
-                return self.refuse(refused, given=read_all(pair_inputs(self.module.graph), values))
+                given = read_all(pair_inputs(self.module.graph), values)
+                return self.refuse(refused, given=given, ties=Coincidences.of(self.module.graph, values))
             except (
                 SharedPrefixError,
                 AssertionError,
@@ -166,20 +154,24 @@ class Region:
                 # a defect of the package must not break the user's run, and must not pass unseen
                 why = CannotShare(f"internal error, {type(error).__name__}: {error}", advice="Please report it with the model.")
                 why.__cause__ = error
-                return self.refuse(why)
+                return self.refuse(why, ties=Coincidences.of(self.module.graph, values))
             given = read_all(relied_inputs(shared.context.analysis), values)
             made = Variant(shared, None, find_padding(shared.graph, shared.context), checks, trained_in(values), given)
             self.variants.append(made)
             return made
 
     def _variant(self, values: Sequence[Any]) -> Variant | None:
-        return next((variant for variant in self.variants if variant.fits(values)), None)
+        found = next((variant for variant in self.variants if variant.fits(values)), None)
+        refused = [variant for variant in self.variants if variant.refusal is not None]
+        return refused[0] if found is None and len(refused) >= MAX_REFUSALS else found
 
-    def refuse(self, refused: CannotShare, warn: bool = True, given: dict[int, Reading] | None = None) -> Variant:
+    def refuse(
+        self, refused: CannotShare, warn: bool = True, given: dict[int, Reading] | None = None, ties: Coincidences | None = None
+    ) -> Variant:
         warn = warn and not isinstance(refused, NothingToShare)
         if warn:
             self._warn(refused)
-        made = Variant(refusal=refused, given=given or {})
+        made = Variant(refusal=refused, given=given or {}, ties=ties)
         self.variants.append(made)
         return made
 
@@ -192,6 +184,7 @@ class Region:
 
     def __call__(self, *values: Any) -> Any:
         forest = forest_of_call(self.packed.tensors(values))
+        require_plan(forest, self.options.context_parallel)
         if forest is not None:
             return self._run_packed(values, forest)
         variant = self.variant_for(values)
@@ -231,6 +224,8 @@ class Region:
     def _run_packed(self, values: Sequence[Any], forest: Forest) -> Any:
         if forest.num_tokens == 1 and forest.num_columns == 1:
             return self._run_dense(values, forest=forest, note="one token has nothing to share")
+        if forest.num_tokens == 0:  # a batch of padding only; torch takes a size of 0 for a constant, so that no dimension runs over tokens
+            return self._run_dense(values, forest=forest, note="there are no tokens")
         with LOCK:
             form = self.packed.form(values, forest)
         account.record(self, values, forest=forest, variant=form)

@@ -12,14 +12,17 @@ import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_compile.debug import calls
-from sp_compile.errors import InvalidInput, StaleForest
+from sp_compile.errors import InvalidInput, InvalidOption, StaleForest, StaleRoute
 from sp_compile.layout.forest import Forest
+from sp_compile.layout.local_forest import LocalForest
+from sp_compile.layout.rank_plans import RankPlan
 from sp_compile.ops import rows as _rows  # noqa: F401  (registers sp_compile::unpack)
 
 _current: contextvars.ContextVar[Forest | None] = contextvars.ContextVar("sp_compile_forest", default=None)
@@ -37,13 +40,16 @@ class share:
     checkpointing included: what is recomputed uses the forest of its forward. Contexts nest, the innermost holds; each thread has its own.
 
     Args:
-        forest: describes the T tokens of every call inside.
+        forest: describes the T tokens of every call inside; or the plan of a rank of a context parallel group, inside of which regions
+            compiled with that group as `context_parallel` are called on the rank's part of them (`take_local`).
 
     Raises:
-        InvalidInput: `forest` is no Forest.
+        InvalidInput: `forest` is no Forest and no plan.
     """
 
-    def __init__(self, forest: Forest) -> None:
+    def __init__(self, forest: Forest | RankPlan) -> None:
+        if isinstance(forest, RankPlan):
+            forest = LocalForest.of(forest)
         if not isinstance(forest, Forest):
             raise InvalidInput(f"share: expected a Forest, got {type(forest).__name__}; sp_compile.pack makes one")
         self.forest = forest
@@ -61,6 +67,32 @@ def packed_tokens(tensors: Sequence[Tensor] = ()) -> int | None:
     """T of the forest in force, None outside of `share`; a capture in backward, by recomputation, is that of its inputs."""
     forest = forest_of_call(tensors, must_know=False)
     return None if forest is None else forest.num_tokens
+
+
+def require_plan(forest: Forest | None, group: Any) -> None:
+    """Raises unless a call's forest is that of a rank exactly if the region was compiled for the ranks of `group`.
+
+    Raises:
+        InvalidOption: one without the other.
+        StaleRoute: the plan is for another rank or number of ranks than the group's.
+    """
+    plan = forest.plan if isinstance(forest, LocalForest) else None
+    if group is None and plan is None:
+        return
+    if group is None:
+        raise InvalidOption(
+            "share(plan): the region was compiled without the option context_parallel, so its attention would see one rank's tokens"
+        )
+    if plan is None:
+        raise InvalidOption(
+            "option context_parallel is set: expected a call inside of share(plan) with the plan of the rank (plan_over_ranks)"
+        )
+    plan.sequence.require(plan.forest)
+    if (plan.rank, plan.ranks, plan.sequence.tensor_ranks) != (group.rank(), group.size(), 1):
+        raise StaleRoute(
+            f"share(plan): expected the plan of rank {group.rank()} of {group.size()} without tensor ranks, got that of "
+            f"rank {plan.rank} of {plan.ranks} with {plan.sequence.tensor_ranks}; make it with plan_over_ranks and the group"
+        )
 
 
 # -- which forest a call belongs to -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch.fx
 
 from sp_compile.analysis.facts import MaskSpec, TwoValued, facing
-from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout
+from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout, Span
 from sp_compile.analysis.memory import storage_of
 from sp_compile.capture.torch_spelling import spelled
 from sp_compile.ops.blocking import is_blocking
@@ -79,6 +79,6 @@ def _fits(layout: Layout, rows: Dim) -> bool:
     rank = len(layout.dims)
     if not 2 <= rank <= 4 or layout.reach.kind > Kind.COLUMN:
         return False
-    pairs = all(dim in ((), (Axis.COLUMNS,)) for dim in layout.dims[-2:])
+    pairs = all(dim == () or (len(dim) == 1 and (dim[0] is Axis.COLUMNS or isinstance(dim[0], Span))) for dim in layout.dims[-2:])
     heads = rank < 3 or not layout.token_dim(rank - 3)
     return pairs and heads and (rank < 4 or layout.dims[0] in ((), rows))

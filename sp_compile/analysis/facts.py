@@ -9,12 +9,12 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 
-from sp_compile.analysis.permutations import Integers, Numbering, Whole
+from sp_compile.analysis.permutations import Integers, Numbering
 from sp_compile.ops.blocking import BLOCKED, is_blocking
 
 
@@ -36,10 +36,18 @@ class Atom:
 
 @dataclasses.dataclass(frozen=True)
 class Valid:
-    """The element of graph node `node` (one per token) is nonzero, read at the key column along `dim`; None before broadcasting."""
+    """The element of graph node `node` (one per token) is nonzero, read at the key column along `dim`; None before broadcasting.
+
+    With `unless`, or the columns along `dim` and `unless` are one: a pad is hidden from all but itself.
+    """
 
     node: str
     dim: int | None
+    unless: int | None = None
+
+    @property
+    def dims(self) -> tuple[int | None, ...]:
+        return (self.dim,) if self.unless is None else (self.dim, self.unless)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,8 +239,40 @@ def conjunction(left: Fact | None, right: Fact | None) -> Fact | None:
     exact = lift((left, right), lambda a, b: bool(a) and bool(b))
     known = [c for c in (facing(left, operator.not_), facing(right, operator.not_)) if c is not None and c.conditions]
     if exact is not None or not known:
-        return exact
+        dual = _or_diagonal(opposite(left), opposite(right))
+        return exact if dual is None or not dual.exact else opposite(dual)
     return TwoValued(frozenset().union(*(c.conditions for c in known)), None, 0.0, False)
+
+
+def diagonal(one: int, other: int) -> TwoValued:
+    """1 where the columns along two dimensions are one, else 0."""
+    return TwoValued(frozenset({Atom(one, other, 0), Atom(other, one, 0)}), 1.0, 0.0)
+
+
+def _beside_diagonal(fact: TwoValued, one: int, other: int) -> TwoValued:
+    """The fact about `fact | diagonal(one, other)`, for one that is 0 wherever a condition fails: those the diagonal meets stay."""
+    found: set[Condition] = set()
+    for condition in fact.conditions:
+        if isinstance(condition, Valid):
+            if condition.unless is None and condition.dim in (one, other):
+                found.add(dataclasses.replace(condition, unless=other if condition.dim == one else one))
+            elif condition.unless is not None and set(condition.dims) == {one, other}:
+                found.add(condition)
+        elif {condition.left, condition.right} == {one, other} and (isinstance(condition, SameChunk) or condition.bound <= 1):
+            # columns that are one differ by 0; `>= 1 or equal` is `>= 0`
+            found.add(condition if isinstance(condition, SameChunk) else dataclasses.replace(condition, bound=min(condition.bound, 0)))
+    exact = fact.exact and len(found) == len(fact.conditions)
+    return TwoValued(frozenset(found), fact.if_true if exact else None, 0.0, exact)
+
+
+def _or_diagonal(left: Fact | None, right: Fact | None) -> TwoValued | None:
+    """The fact about `left | right` if one side is a diagonal, else None."""
+    for side, other in ((left, right), (right, left)):
+        atom = next((c for c in side.conditions if isinstance(c, Atom)), None) if isinstance(side, TwoValued) else None
+        form = facing(other, operator.not_)
+        if atom is not None and side == diagonal(atom.left, atom.right) and form is not None and form.conditions:
+            return _beside_diagonal(form, atom.left, atom.right)
+    return None
 
 
 def disjunction(left: Fact | None, right: Fact | None) -> Fact | None:
@@ -240,6 +280,9 @@ def disjunction(left: Fact | None, right: Fact | None) -> Fact | None:
     exact = lift((left, right), lambda a, b: bool(a) or bool(b))
     if exact is not None:
         return exact
+    beside = _or_diagonal(left, right)
+    if beside is not None:
+        return beside
     a, b = facing(left, operator.not_), facing(right, operator.not_)
     if a is not None and b is not None and a.conditions & b.conditions:
         return TwoValued(a.conditions & b.conditions, None, 0.0, False)
@@ -282,6 +325,10 @@ def selected(condition: Fact | None, if_true: Fact | None, if_false: Fact | None
     if exact is not None:
         return exact
 
+    for side, mask, other in ((if_true, condition, if_false), (if_false, opposite(condition), if_true)):
+        if boolean and isinstance(side, Constant) and side.value:
+            return disjunction(mask, other)
+
     def hides(value: float) -> bool:
         return value == 0.0 if boolean else is_blocking(value)
 
@@ -299,7 +346,21 @@ def selected(condition: Fact | None, if_true: Fact | None, if_false: Fact | None
             return TwoValued(one.conditions, None, max(one.if_false, constant.value), False, loose=not boolean)
     if a is not None and b is not None and a.conditions & b.conditions:
         return TwoValued(a.conditions & b.conditions, None, max(a.if_false, b.if_false), False, loose=not boolean)
+    for side, mask, other in ((if_false, condition, if_true), (if_true, opposite(condition), if_false)):
+        if boolean and isinstance(side, Constant) and not side.value:
+            return conjunction(mask, other)
     return None
+
+
+def opposite(fact: Fact | None) -> Fact | None:
+    """The fact about `not fact`."""
+    return map_constant(fact, lambda value: float(not value))
+
+
+def equal(fact: Affine) -> TwoValued | None:
+    """The condition `fact == 0`, if it says that two column numbers are one."""
+    terms = dict(fact.coefficients)
+    return diagonal(*terms) if sorted(terms.values()) == [-1, 1] and not fact.constant and not fact.batch else None
 
 
 def combine_affine(left: Affine, right: Affine, sign: int) -> Affine:
@@ -318,32 +379,3 @@ def at_least(fact: Affine) -> TwoValued | None:
         right = next(d for d, c in terms.items() if c == -1)
         return TwoValued(frozenset({Atom(left, right, -fact.constant)}), 1.0, 0.0)
     return None
-
-
-def renumber(fact: Fact | None, places: Mapping[int, int]) -> Fact | None:
-    """The fact after a view that moved dimension d to `places[d]`; a fact about a dimension that is gone is dropped."""
-    if isinstance(fact, Affine):
-        if any(d not in places for d, _ in fact.coefficients):
-            return None
-        return dataclasses.replace(fact, coefficients=tuple(sorted((places[d], c) for d, c in fact.coefficients)))
-    if isinstance(fact, TwoValued):
-        moved: set[Condition] = set()
-        for condition in fact.conditions:
-            if isinstance(condition, Atom):
-                if condition.left not in places or condition.right not in places:
-                    return None
-                moved.add(dataclasses.replace(condition, left=places[condition.left], right=places[condition.right]))
-            elif isinstance(condition, SameChunk):
-                if condition.left not in places or condition.right not in places:
-                    return None
-                moved.add(SameChunk(places[condition.left], places[condition.right], condition.size))
-            elif condition.dim is None or condition.dim not in places:
-                return None
-            else:
-                moved.add(Valid(condition.node, places[condition.dim]))
-        return dataclasses.replace(fact, conditions=frozenset(moved))
-    if isinstance(fact, ChunkNumber):
-        return ChunkNumber(places[fact.dim], fact.size) if fact.dim in places else None
-    if isinstance(fact, Triangle) or (isinstance(fact, Whole) and dict(places) != {0: 0}):
-        return None
-    return fact

@@ -224,6 +224,35 @@ def read_inputs(graph: torch.fx.Graph, values: Sequence[Any]) -> GraphInputs:
     return GraphInputs(mode, symbols, fakes, layouts, sizes, read)
 
 
+@dataclasses.dataclass(frozen=True)
+class Coincidences:
+    """Which symbolic sizes of a graph's inputs equal the number of rows, or that of columns, in one call: `read_inputs` ties sizes by it.
+
+    What cannot be proved under one set of coincidences may be under another one.
+    """
+
+    graph: torch.fx.Graph
+    found: tuple[tuple[bool, bool], ...]
+
+    @staticmethod
+    def of(graph: torch.fx.Graph, values: Sequence[Any]) -> Coincidences:
+        return Coincidences(graph, _coincidences(graph, values))
+
+    def hold(self, values: Sequence[Any]) -> bool:
+        return _coincidences(self.graph, values) == self.found
+
+
+def _coincidences(graph: torch.fx.Graph, values: Sequence[Any]) -> tuple[tuple[bool, bool], ...]:
+    nodes = placeholders(graph)
+    try:
+        rows, columns = values[find_token_input(graph)].shape
+    except CannotShare:
+        return ()
+    found = [(example_of(node), value) for node, value in zip(nodes, values, strict=True) if isinstance(value, torch.Tensor)]
+    pairs = [pair for example, value in found for pair in zip(example.shape, value.shape, strict=True)]
+    return tuple((real == rows, real == columns) for size, real in pairs if is_symbolic(size))
+
+
 def _expr(size: Any) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
 

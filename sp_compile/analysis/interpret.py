@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 import torch.fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -19,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from sp_compile.analysis import recurrences, sites
-from sp_compile.analysis.custom_gradients import is_linear
+from sp_compile.analysis.custom_gradients import judge_backward
 from sp_compile.analysis.inputs import GraphInputs
-from sp_compile.analysis.layouts import Kind, Layout, Reach, Reason, Symbols
+from sp_compile.analysis.layouts import Kind, Layout, Reach, Reason, Symbols, size_expr
 from sp_compile.analysis.memory import Storage, displaces, fills, returns_written, storage_of, written
+from sp_compile.analysis.node_checks import check_numbers, check_symbols
+from sp_compile.analysis.permutations import Part
 from sp_compile.analysis.refusals import refusal, source_line
 from sp_compile.analysis.rules import Call, NotPackable, judge
 from sp_compile.analysis.rules.registry import Moves, draws_random, require_moved_only
@@ -48,6 +51,7 @@ class NodeInfo:
         segments: node of the positions whose jumps, along each row, are counted by this node; for packed inputs.
         moves: by how many columns the node moves its operand, if that is all that is between it and a packed form.
         token_sum: the reduction over all tokens that this node is, if rows share what it reduces.
+        once: whether it gives a gradient of its own to a value that all tokens share, so that it may not be computed twice.
     """
 
     value: Any = None
@@ -62,7 +66,7 @@ class NodeInfo:
     segments: str | None = None
     scan: recurrences.ScanCall | None = None
     token_sum: TokenSum | None = None
-
+    once: bool = False
     moves: Moves = dataclasses.field(default_factory=Moves)
 
     @property
@@ -101,6 +105,7 @@ class LayoutMode(TorchDispatchMode):
         self.info = NodeInfo()
         self.node: torch.fx.Node | None = None
         self.random: Reason | None = None
+        self.chosen: set[sympy.Expr] = set()
 
     # -- layouts of tensors -------------------------------------------------------------------------------------------------
 
@@ -176,7 +181,14 @@ class LayoutMode(TorchDispatchMode):
             results = [Layout(d, reach, entry=entry) for d in dims]
         else:
             results = self._results(call, rule, entry, why)
-        self._store(call, results, touches)
+        self._store(call, [self._of_all(out, layout) for out, layout in zip(call.outputs, results, strict=False)] or results, touches)
+
+    def _of_all(self, out: torch.Tensor, layout: Layout) -> Layout:
+        """A value that is made on rows but holds none of them, such as a loss: one for all tokens, who may use it like a parameter."""
+        sizes = {symbol for size in out.shape for symbol in size_expr(size).free_symbols}
+        if not layout.is_rows or self.symbols.packed or sizes:
+            return layout
+        return Layout(layout.dims, Reach(Kind.UNIFORM), entry=layout.entry, why=layout.why)
 
     def _results(self, call: Call, rule: Callable[[Call], Any] | None, entry: bool, why: Reason | None) -> list[Layout]:
         try:
@@ -276,8 +288,9 @@ class _Runner(torch.fx.Interpreter):
         self.mode.node = n
         try:
             info.value = super().run_node(n)
-            self._check_symbols(n.target)
-            self._check_numbers(n, info)
+            check_symbols(self.mode, self.fake_mode, n.target)
+            given = tree_leaves(torch.fx.map_arg((n.args, n.kwargs), lambda operand: self.env[operand]))
+            check_numbers(self.mode, n.target, info, given)
         except GuardOnDataDependentSymNode:
             raise refusal(self.mode.reason("a value of a tensor is used as a size, or as one place in a dimension", n.target)) from None
         finally:
@@ -285,23 +298,9 @@ class _Runner(torch.fx.Interpreter):
         flat, _ = tree_flatten(info.value)
         info.layouts = [self.mode.layout_of(v).folded if isinstance(v, torch.Tensor) else None for v in flat]
         info.storages = {storage_of(v) for v in flat if isinstance(v, torch.Tensor)}
+        self.mode.chosen |= {f.size for layout in info.tensors for dim in layout.dims for f in dim if isinstance(f, Part)}
         self.found[n] = info
         return info.value
-
-    def _check_symbols(self, target: object) -> None:
-        """An op that fixes B or L to one number is not proved for any other."""
-        fixed = [s for s in (self.mode.symbols.batch, self.mode.symbols.columns) if s in self.fake_mode.shape_env.replacements]
-        if fixed:
-            why = self.mode.reason(
-                "an op fixes the number of rows or columns to one value", target, "Write it for any number of rows and columns."
-            )
-            raise refusal(why)
-
-    def _check_numbers(self, node: torch.fx.Node, info: NodeInfo) -> None:
-        """A number that the op reads off its operands' shapes itself would be another one on physical tokens."""
-        given = tree_leaves(torch.fx.map_arg((node.args, node.kwargs), lambda n: self.env[n]))
-        if info.numbers and not any(self.mode.symbols.mentions(value) for value in given):
-            self.mode.fail(self.mode.reason("the op computes with the number of rows or columns of its operands", node.target))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = self.fetch_attr(target)
@@ -349,12 +348,11 @@ class _Runner(torch.fx.Interpreter):
         why = next((info.failure for info in infos if info.failure), None)
         if why is None and any(info.writes or info.numbers or info.attention or info.scan or info.token_sum for info in infos):
             why = self.mode.reason("a function with a written backward writes in place, or counts rows or columns", target)
-        layouts = [[self.mode.layout_of(t).dims for t in pair if isinstance(t, torch.Tensor)] for pair in zip(args, given, strict=False)]
-        if why is None and any(len(pair) == 2 and pair[0] != pair[1] for pair in layouts):
-            why = self.mode.reason("a written backward sums over tokens", target)
-        if why is None and not is_linear(backward, len(gradients)):
-            text = "a written backward is not known to be linear in the gradient, which is summed over rows for shared tokens"
-            why = self.mode.reason(text, target, "Use ops that torch differentiates.")
+        pairs = [[self.mode.layout_of(v) if isinstance(v, torch.Tensor) else None for v in pair] for pair in zip(args, given, strict=False)]
+        found = judge_backward(backward, len(gradients), pairs) if why is None else None
+        if isinstance(found, str):
+            why = self.mode.reason(found, target, "Use ops that torch differentiates.")
+        self.mode.info.once = found is True
         return results if why is None else self._unshared(results, why)
 
     def _unshared(self, result: Any, why: Reason) -> Any:

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from sp_compile.analysis.facts import Fact
-from sp_compile.analysis.permutations import Numbering, Permuted
+from sp_compile.analysis.permutations import Numbering, Part, Permuted
 
 
 class Axis(enum.Enum):
@@ -38,7 +38,7 @@ class Span:
         return f"<{self.size}>"
 
 
-Factor: TypeAlias = "Axis | Span | Permuted | int | sympy.Expr"
+Factor: TypeAlias = "Axis | Span | Permuted | Part | int | sympy.Expr"
 Dim: TypeAlias = tuple[Factor, ...]
 Dims: TypeAlias = tuple[Dim, ...]
 
@@ -132,8 +132,8 @@ class Layout:
 
     @property
     def sorted(self) -> bool:
-        """Whether the value belongs to tokens in another order, which is one on rows and another one on physical tokens."""
-        return self.reach.kind is Kind.PLACES or any(isinstance(f, Permuted) for dim in self.dims for f in dim)
+        """Whether the value belongs to tokens in another order, or to some of them: others on rows than on physical tokens."""
+        return self.reach.kind is Kind.PLACES or any(isinstance(f, Permuted | Part) for dim in self.dims for f in dim)
 
     @property
     def axes(self) -> list[tuple[int, Axis]]:
@@ -141,7 +141,7 @@ class Layout:
 
     @property
     def has_tokens(self) -> bool:
-        return any(isinstance(f, Axis | Span | Permuted) for dim in self.dims for f in dim)
+        return any(isinstance(f, Axis | Span | Permuted | Part) for dim in self.dims for f in dim)
 
     @property
     def has_spans(self) -> bool:
@@ -152,7 +152,7 @@ class Layout:
         """All factors, those of a changed order included."""
         found: list[Factor] = []
         for factor in (factor for dim in self.dims for factor in dim):
-            found += plain_factors(factor) if isinstance(factor, Permuted) else [factor]
+            found += plain_factors(factor) if isinstance(factor, Permuted | Part) else [factor]
         return found
 
     def lacks_last_columns(self, symbols: Symbols) -> bool:
@@ -166,6 +166,18 @@ class Layout:
         return [i for i, axis in self.axes if axis is Axis.COLUMNS]
 
     @property
+    def column_like_dims(self) -> list[int]:
+        """Dimensions that carry a column axis, shifted and padded ones included, in order."""
+        return [i for i, dim in enumerate(self.dims) for f in dim if f is Axis.COLUMNS or isinstance(f, Span)]
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether the last two dimensions are the same columns, (query, key), and no other one has any."""
+        rank = len(self.dims)
+        alone = rank >= 2 and self.dims[-1] == self.dims[-2] and len(self.dims[-1]) == 1
+        return alone and self.column_like_dims == [rank - 2, rank - 1]
+
+    @property
     def column_like(self) -> list[Factor]:
         """The column axes, shifted and padded ones included."""
         return [f for f in self.factors if f is Axis.COLUMNS or isinstance(f, Span)]
@@ -175,16 +187,16 @@ class Layout:
         return self.reach.moved(by if len(self.column_like) == 1 else max(by, 0))
 
     def token_dim(self, index: int) -> bool:
-        return any(isinstance(f, Axis | Span | Permuted) for f in self.dims[index])
+        return any(isinstance(f, Axis | Span | Permuted | Part) for f in self.dims[index])
 
     def with_(self, **changes: Any) -> Layout:
         return dataclasses.replace(self, **changes)
 
 
-def plain_factors(factor: Permuted) -> list[Factor]:
+def plain_factors(factor: Permuted | Part) -> list[Factor]:
     found: list[Factor] = []
     for inner in factor.inner:
-        found += plain_factors(inner) if isinstance(inner, Permuted) else [inner]
+        found += plain_factors(inner) if isinstance(inner, Permuted | Part) else [inner]
     return found
 
 
@@ -246,6 +258,8 @@ class Symbols:
             return factor.size
         if isinstance(factor, Permuted):
             return self.size(factor.inner)
+        if isinstance(factor, Part):
+            return factor.size
         return sympy.sympify(factor)
 
     def size(self, dim: Dim) -> sympy.Expr:

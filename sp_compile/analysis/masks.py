@@ -19,6 +19,7 @@ class AttentionMask:
     Attributes:
         window, chunk: as in `MaskSpec`.
         padding: node whose nonzero elements are real keys, one per token.
+        alone: the same, but that a pad sees itself; it is the matrix that says so.
         segments: node with one document number per token.
         matrix: node of a (query, key) mask that has to be carried element by element.
         finite: hidden keys have finite scores, so that a query without visible keys sees all of them alike, later ones included.
@@ -29,6 +30,7 @@ class AttentionMask:
     window: int | None = None
     chunk: int | None = None
     padding: str | None = None
+    alone: str | None = None
     segments: str | None = None
     matrix: str | None = None
     finite: bool = False
@@ -62,12 +64,12 @@ def read_mask(name: str | None, layout: Layout | None, is_causal: bool, is_bool:
         raise NotCausal(f"the attention mask differs between rows that share tokens: {text}")
     if isinstance(layout.fact, MaskSpec):
         spec = layout.fact
-        return AttentionMask(spec.window, spec.chunk, spec.padding, spec.segments, finite=not is_bool)
+        return AttentionMask(spec.window, spec.chunk, spec.padding, segments=spec.segments, finite=not is_bool)
     rank = len(layout.dims)
-    columns = layout.columns_dims
-    if layout.dims == (rows, (Axis.COLUMNS,)) and is_causal:
+    columns = layout.column_like_dims
+    if rank == 2 and layout.dims[0] == rows and columns == [1] and len(layout.dims[1]) == 1 and is_causal:
         return AttentionMask(padding=name)
-    if rank >= 2 and columns == [rank - 2, rank - 1]:
+    if layout.is_pairs:
         return _pairwise(name, layout, is_causal, is_bool)
     if rank >= 2 and columns == [rank - 1] and is_causal:
         return _keys_only(name, layout, is_bool)
@@ -94,6 +96,7 @@ def _pairwise(name: str, layout: Layout, is_causal: bool, is_bool: bool) -> Atte
     window: int | None = None
     chunk: int | None = None
     padding: str | None = None
+    alone: str | None = None
     known = fact.exact and fact.if_true == visible
     for condition in fact.conditions:
         if isinstance(condition, Atom) and condition.given is not None:
@@ -106,14 +109,17 @@ def _pairwise(name: str, layout: Layout, is_causal: bool, is_bool: bool) -> Atte
             window = width if window is None else min(window, width)
         elif isinstance(condition, SameChunk) and {condition.left, condition.right} == {query, key} and chunk in (None, condition.size):
             chunk = condition.size
-        elif isinstance(condition, Valid) and condition.dim == key and padding in (None, condition.node):
+        elif isinstance(condition, Valid) and condition.dims == (key,) and padding in (None, condition.node):
             padding = condition.node
+        elif isinstance(condition, Valid) and condition.dims == (key, query) and alone in (None, condition.node):
+            alone, known = condition.node, False
         else:
             known = False
     if known:
         return AttentionMask(window, chunk, padding, finite=finite)
     # what the matrix hides by itself is told as well: it lets padding be dropped, and far keys be skipped
-    return AttentionMask(window, chunk, padding, matrix=name, finite=finite, told=False, given=given)
+    alone = alone if padding is None else None
+    return AttentionMask(window, chunk, padding, alone, matrix=name, finite=finite, told=False, given=given)
 
 
 def _keys_only(name: str, layout: Layout, is_bool: bool) -> AttentionMask:
@@ -122,7 +128,7 @@ def _keys_only(name: str, layout: Layout, is_bool: bool) -> AttentionMask:
         return AttentionMask(padding=fact.node)
     if is_bool and isinstance(fact, TwoValued) and fact.exact and fact.if_true == 1.0 and fact.if_false == 0.0:
         only = next(iter(fact.conditions)) if len(fact.conditions) == 1 else None
-        if isinstance(only, Valid):
+        if isinstance(only, Valid) and only.unless is None:
             return AttentionMask(padding=only.node)
     if layout.reach.kind is Kind.TOKENS and is_bool and all(d == () or layout.token_dim(i) for i, d in enumerate(layout.dims)):
         return AttentionMask(padding=name)

@@ -1,8 +1,8 @@
-"""Tokens in another order: what a sort over all tokens gives, and the numbers that lead there and back.
+"""Tokens in another order, or some of them: what a sort over all tokens or a mask of them gives, and the numbers that lead there and back.
 
 Experts are computed on sorted tokens. The sort gives other places, and other counts per expert, on physical tokens than on rows: such
 numbers (`Numbering`) may only be used to move values there and back, and to say where a group ends. What is computed on the way for one
-token depends on that token alone, so it is the same in both.
+token depends on that token alone, so it is the same in both. A mask chooses a shared token in all of its rows or in none.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import sympy
 import torch
 
 if TYPE_CHECKING:
@@ -35,6 +36,26 @@ class Permuted:
 
     def __repr__(self) -> str:
         return f"sorted({'x'.join(map(str, self.inner))})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A factor: those elements of `inner`, tokens included, that a mask chooses, in their order.
+
+    Attributes:
+        inner: the factors of the mask, row-major.
+        mask: tells one mask from another.
+        size: the symbol of their number, which is one on rows and another one on physical tokens.
+        reach: of the mask.
+    """
+
+    inner: Factors
+    mask: int
+    size: sympy.Expr
+    reach: Reach
+
+    def __repr__(self) -> str:
+        return f"chosen({'x'.join(map(str, self.inner))})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +97,13 @@ class Inverse(Numbering):
 @dataclasses.dataclass(frozen=True)
 class Whole(Numbering):
     """A statement about a value of one dimension as a whole; a part of it, or another shape, does not have it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Coordinates(Whole):
+    """Every row is the place of a chosen element along each of a mask's dimensions."""
+
+    dims: tuple[Factors, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,7 @@ def _layout(
         mode.fail(why)
         return mode.rows(value, why, False)  # type: ignore[no-any-return]
     types = [given[name].dtype for name in kind.uniform]
-    common: torch.dtype = given["dtype"]
+    common: torch.dtype = types[0] if final else given["dtype"]  # a state has the dtype of sums, whatever the values have
     for dtype in types:
         common = torch.promote_types(common, dtype)
     mode.info.scan = ScanCall(

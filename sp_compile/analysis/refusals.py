@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.fx
 
 from sp_compile import capture
-from sp_compile.analysis.layouts import Reason
+from sp_compile.analysis.layouts import Layout, Reason
 from sp_compile.errors import CannotShare
 
 _ADVICE = (
@@ -19,6 +21,25 @@ _ADVICE = (
 
 def refusal(why: Reason) -> CannotShare:
     return CannotShare(why.text, op=why.op, node=why.node, source=why.source, advice=why.advice or _ADVICE)
+
+
+_LEFT_ALONE = "Write it with the library function that the message names, unchanged, or leave out strict to run it on rows."
+
+
+def tell_rows(nodes: Iterable[torch.fx.Node], layout: Callable[[torch.fx.Node], Layout | None], strict: bool) -> None:
+    """Warns of library functions that were not captured and run on rows inside of a shared graph.
+
+    Raises:
+        CannotShare: there is one, and `strict`.
+    """
+    for node in nodes:
+        found = layout(node) if "rows_site" in str(node.target) else None
+        if found is None or not found.is_rows:
+            continue
+        reason = str(node.args[1])
+        if strict:
+            raise CannotShare(reason, op=reason.split(" ")[0], node=node.name, source=source_line(node), advice=_LEFT_ALONE)
+        warnings.warn(f"shared_prefix: {reason}.", stacklevel=2)
 
 
 _NOT_THE_USERS = tuple(f'File "{folder}{os.sep}' for folder in (os.path.dirname(torch.__file__), os.path.dirname(capture.__file__)))

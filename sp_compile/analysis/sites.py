@@ -43,7 +43,8 @@ def _refuse(site: Site, text: str, why: Reason | None = None, advice: str = "") 
 class AttentionCall:
     """An attention layer as the rewrite sees it; values are names of dense graph nodes.
 
-    `heads_first` tells whether the dense result is [B, H, L, D] (torch's function) or [B, L, H, D] (the libraries').
+    `heads_first` tells whether the dense result is [B, H, L, D] (torch's function) or [B, L, H, D] (the libraries'). A scale that is
+    computed from sizes is a symbolic number.
     """
 
     q: str
@@ -52,7 +53,7 @@ class AttentionCall:
     mask: AttentionMask
     sinks: str | None
     bias: str | None
-    scale: float
+    scale: float | torch.SymFloat | torch.SymInt
     window: int | None
     softcap: float | None
     heads_first: bool
@@ -110,12 +111,18 @@ def _attention(site: Site, heads_first: bool) -> Layout:
     scale = given.get("scale")
     site.mode.info.attention = AttentionCall(
         q=names["q"], k=names["k"], v=names["v"], mask=mask, sinks=names.get("sinks"), bias=names.get("bias"),  # type: ignore[arg-type]
-        scale=float(scale) if scale is not None else float(given["q"].shape[-1]) ** -0.5,
+        scale=_scale(scale, given["q"].shape[-1]),
         window=given.get("window"), softcap=given.get("softcap"), heads_first=heads_first, dtype=given["dense"].dtype,
     )  # fmt: skip
     reach = q.reach.join(k.reach).join(v.reach)
     order: tuple[Dim, ...] = (heads, q.dims[2]) if heads_first else (q.dims[2], heads)
     return Layout((site.mode.symbols.rows_dim, *order, width), reach)
+
+
+def _scale(given: Any, width: int) -> float | torch.SymFloat | torch.SymInt:
+    if isinstance(given, torch.SymFloat | torch.SymInt):
+        return given
+    return float(given) if given is not None else float(width) ** -0.5
 
 
 def _attention_dims(layout: Layout, rows: Dim) -> bool:
@@ -164,8 +171,17 @@ def refusal(site: Site) -> Layout:
     return _refuse(site, site.given["reason"])
 
 
+def rows(site: Site) -> Layout:
+    """What the nodes behind the marker have."""
+    dense = site.layout("dense")
+    assert dense is not None, "rows_site takes a tensor"
+    return dense
+
+
 RULES: dict[Any, Callable[[Site], Layout]] = {}
-for _name, _function in (("attention_site", attention), ("mask_site", mask), ("segments_site", segments), ("refusal_site", refusal)):
+for _name, _function in (
+    ("attention_site", attention), ("mask_site", mask), ("segments_site", segments), ("refusal_site", refusal), ("rows_site", rows),
+):  # fmt: skip
     _packet = getattr(torch.ops.sp_compile, _name)
     RULES[_packet] = RULES[_packet.default] = _function
 RULES[torch._C._nn.scaled_dot_product_attention] = torch_attention

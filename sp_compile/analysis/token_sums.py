@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sp_compile.analysis.facts import Constant
 from sp_compile.analysis.layouts import UNIFORM, Axis, Dim, Kind, Layout, Span, Symbols
 from sp_compile.analysis.memory import storage_of
-from sp_compile.analysis.permutations import Permuted
+from sp_compile.analysis.permutations import Check, Permuted
 
 LayoutOf = Callable[[Any], Layout]
 
@@ -209,7 +209,7 @@ def run_call(runner: Any, target: Any, args: Any, kwargs: Any, run: Callable[[An
     if found.inplace:
         return _write(runner, found.given["base"], layout, lambda: run(target, args, kwargs))
     value = run(target, args, kwargs)
-    if mode.info.failure is not None or mode.layout_of(value).is_rows:
+    if mode.info.failure is not None or mode.layout_of(value).is_rows or isinstance(mode.layout_of(value).fact, Check):
         mode.info.failure = None
         mode.give(value, layout.with_(dims=tuple(mode.symbols.dim(size) for size in value.shape)))
     return value

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sp_compile.capture import versions
-from sp_compile.capture.polyfills import ours
-from sp_compile.capture.scan_check import calm
+from sp_compile.capture.polyfills import count_replaced, on_rows, ours
+from sp_compile.capture.scan_check import DECLINED, calm
 from sp_compile.ops.dense_scans import Given, register_library
 
 log = logging.getLogger(__name__)
@@ -150,10 +150,24 @@ def _wrap(kind: Any, method: str, build: Any, same: Any) -> None:
         with calm():
             original = kind.__dict__[method]
             wrapped = build(original)
-            if same(kind, wrapped._sp_compile_written):
-                setattr(kind, method, wrapped)
+            agrees = same(kind, wrapped._sp_compile_written)
     except Exception:
         log.debug("%s.%s could not be tried", kind.__qualname__, method, exc_info=True)
+        original, agrees = kind.__dict__[method], False
+    setattr(kind, method, wrapped if agrees else _left_alone(original))
+    count_replaced()
+
+
+def _left_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The method itself, its result marked while this backend traces."""
+    reason = f"{original.__module__}.{original.__qualname__} {DECLINED}"
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        return on_rows(found, reason) if ours() else found
+
+    return method
 
 
 def scan() -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from sp_compile.capture import versions
 from sp_compile.capture.polyfills import Function, Parameters, bind, constant, refuse, substitute
-from sp_compile.capture.scan_check import agrees
+from sp_compile.capture.scan_check import DECLINED, agrees
 from sp_compile.ops.dense_scans import Given, register_library
 
 _ACTIVATIONS: dict[str, Function] = {"gelu": F.gelu, "relu": F.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh}
@@ -241,4 +241,4 @@ def scan() -> None:
             continue
         names = getattr(module, "__dict__", None)
         for name, build in _BUILDERS.items() if isinstance(names, dict) else ():
-            substitute(names.get(name), build)  # type: ignore[union-attr]
+            substitute(names.get(name), build, DECLINED)  # type: ignore[union-attr]

@@ -35,6 +35,8 @@ _BACKENDS: list[Function] = []
 _REGISTERED: dict[int, types.FunctionType] = {}
 _DECLINED: dict[int, types.FunctionType] = {}
 _SCANS: list[Scan] = []
+# How many functions and methods have been replaced so far.
+_REPLACED = [0]
 
 
 def set_backend(backend: Function) -> Function:
@@ -137,20 +139,32 @@ def bind(names: tuple[str, ...], defaults: dict[str, Any], aliases: dict[str, st
 
 def refuse(dense: Any, reason: str) -> Any:
     """`dense` with a refusal marker, if it is a tensor or a tuple that starts with one; else unchanged. Written for Dynamo to trace."""
+    return _mark(dense, torch.ops.sp_compile.refusal_site, reason)
+
+
+def on_rows(dense: Any, reason: str) -> Any:
+    """As `refuse`, for a call that may run on rows inside of a shared graph, with a warning: only `strict` refuses it."""
+    return _mark(dense, torch.ops.sp_compile.rows_site, reason)
+
+
+def _mark(dense: Any, site: Any, reason: str) -> Any:
     if isinstance(dense, torch.Tensor):
-        return torch.ops.sp_compile.refusal_site(dense, reason)
+        return site(dense, reason)
     if isinstance(dense, tuple) and len(dense) > 0 and isinstance(dense[0], torch.Tensor):
-        return (torch.ops.sp_compile.refusal_site(dense[0], reason), *dense[1:])
+        return (site(dense[0], reason), *dense[1:])
     return dense
 
 
-def substitute(original: Any, build: Callable[[types.FunctionType, types.FunctionType], Function | None]) -> bool:
+def substitute(
+    original: Any, build: Callable[[types.FunctionType, types.FunctionType], Function | None], declined: str | None = None
+) -> bool:
     """Registers a polyfill for `original`, once.
 
     Args:
         original: the library's function. Anything but a plain Python function is left alone.
         build: called with the original and a clone of it; returns the polyfill that is used under our backends, or None to leave the
             function alone.
+        declined: what the user is told where a function that `build` leaves alone runs on rows; None: nothing.
 
     Returns:
         Whether `original` has a polyfill of ours now. Never raises; a function that someone else substituted is left to them.
@@ -163,6 +177,8 @@ def substitute(original: Any, build: Callable[[types.FunctionType, types.Functio
         try:
             raw = clone(original)
             polyfill = build(original, raw)
+            if polyfill is None and declined is not None:
+                polyfill = _left_alone(raw, f"{original.__module__}.{original.__qualname__} {declined}")
             if polyfill is None:
                 _DECLINED[id(original)] = original
                 return False
@@ -178,7 +194,20 @@ def substitute(original: Any, build: Callable[[types.FunctionType, types.Functio
             _DECLINED[id(original)] = original
             return False
         _REGISTERED[id(original)] = original
+        count_replaced()
         return True
+
+
+def _left_alone(raw: Function, reason: str) -> Function:
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return on_rows(raw(*args, **kwargs), reason)
+
+    return marked
+
+
+def count_replaced() -> None:
+    """Says that one more function or method was replaced, so that graphs captured before are worth a retrace."""
+    _REPLACED[0] += 1
 
 
 def is_substituted(function: object) -> bool:
@@ -210,12 +239,12 @@ def install() -> bool:
     A backend calls it when it is imported and again whenever it is given a graph, since `torch._dynamo.reset()` forgets callbacks.
 
     Returns:
-        Whether anything new was substituted. If so inside of a backend, the graph it was given may lack markers and is worth a retrace.
+        Whether anything new was replaced. If so inside of a backend, the graph it was given may lack markers and is worth a retrace.
     """
     handler = torch._dynamo.callback.callback_handler
     with _LOCK:
-        before = len(_REGISTERED)
+        before = _REPLACED[0]
         if rescan not in handler.start_callbacks:
             handler.register_start_callback(rescan)
         rescan()
-        return len(_REGISTERED) > before
+        return _REPLACED[0] > before

@@ -7,11 +7,15 @@ import logging
 from collections.abc import Iterator
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compile.ops import scans
 from sp_compile.ops.dense_scans import KINDS, Function, Given
 
 log = logging.getLogger(__name__)
+
+DECLINED = "does not give what sharing knows by its name, tried on a few random tokens: it runs on rows, where nothing of it is shared"
+"""What is said of a function or method that does not agree."""
 
 _TOKENS = 11
 _PER_HEAD = {"q": (1, _TOKENS, 4, 5), "k": (1, _TOKENS, 4, 5), "v": (1, _TOKENS, 4, 3)}
@@ -72,11 +76,13 @@ def tensors(kind: str) -> Given:
 
 @contextlib.contextmanager
 def calm() -> Iterator[None]:
-    """A plain world to try a function in, whatever the caller has switched on: float32 on the CPU, no autocast, no gradients."""
+    """A plain world to try a function in, whatever the caller has switched on: float32 on the CPU, real tensors, no autocast, no
+    gradients."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
             for kind in ("cpu", "cuda"):
                 stack.enter_context(torch.autocast(kind, enabled=False))
             stack.enter_context(torch.inference_mode(False))

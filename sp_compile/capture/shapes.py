@@ -8,6 +8,7 @@ symbol ("duck shaping"), so that is switched off for the retrace.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -17,6 +18,7 @@ import torch.fx
 import torch.fx.experimental._config as fx_config
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
+from sp_compile.capture.data_sizes import holds_data_sizes, switch_back, switch_on
 from sp_compile.capture.graphs import example_of, is_module_state, is_symbolic, placeholders, static_token_inputs, token_dims
 from sp_compile.errors import UnsupportedVersion
 
@@ -25,7 +27,7 @@ _LENGTHS = r".*\.seq_lengths\[[01]\]$"
 _state = threading.local()
 
 
-def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = False, tokens: int | None = None) -> None:
+def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = False, tokens: int | None = None) -> bool:
     """Returns if the capture is symbolic or cannot be; else restarts Dynamo's trace once.
 
     A call with one row, or one column, or a second static capture in a row, stays static.
@@ -35,11 +37,17 @@ def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = 
         values: its inputs.
         again: trace again even if the capture is symbolic (new polyfills were installed after it began).
         tokens: T if the inputs are packed, else None.
+
+    Returns:
+        Whether the capture went on where a size depends on data, because this backend asked for it (`data_sizes`). If it is of no use
+        so, `capture_broken` repeats it.
     """
-    was_restart = finish_restart()
+    last = finish_restart()
+    was_restart = last is not None
+    goes_on = switch_back()
     if tokens is not None:
         _ensure_symbolic_tokens(graph, values, again, tokens, was_restart)
-        return
+        return goes_on and holds_data_sizes(graph)
     symbolic = any(is_symbolic(example_of(node)) for node in placeholders(graph))
     alike = any(_rows_and_columns_alike(example_of(node)) for node in placeholders(graph))
     marked = {
@@ -48,15 +56,20 @@ def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = 
         if isinstance(values[n], torch.Tensor) and not isinstance(values[n], torch.nn.Parameter)
     }
     fixed = _fixed_tokens(graph, marked)
-    if was_restart or (symbolic and not again and not alike and not fixed):
-        return
+    if was_restart or (not fixed and (not symbolic or not (again or alike))):
+        _state.last = last
+        return goes_on and holds_data_sizes(graph)
     if symbolic and not fixed:
-        raise _retrace([], "capture again with polyfills, or with one symbol per size")
-    if not fixed:
-        return
+        raise _retrace([], "capture again with polyfills, or with one symbol per size", goes_on=goes_on)
     rows, columns = fixed[0].shape
     chosen = [(t, [d for d, size in enumerate(t.shape) if size > 1 and size in (rows, columns)]) for t in marked.values()]
-    raise _retrace(chosen, "capture rows and columns as symbols", _holds_numbers(graph))
+    raise _retrace(chosen, "capture rows and columns as symbols", _holds_numbers(graph), goes_on)
+
+
+def capture_broken() -> Exception:
+    """The exception by which a capture that went on where a size depends on data is repeated up to there."""
+    last: _Restart | None = getattr(_state, "last", None)
+    return _retrace(last.chosen if last else [], "capture up to sizes that depend on data", last.numbers if last else False)
 
 
 def _ensure_symbolic_tokens(graph: torch.fx.Graph, values: Sequence[Any], again: bool, tokens: int, was_restart: bool) -> None:
@@ -78,7 +91,25 @@ def _holds_numbers(graph: torch.fx.Graph) -> bool:
     return any(node.target is torch.ops.higher_order.flex_attention for node in graph.nodes)
 
 
-def _retrace(chosen: Sequence[tuple[torch.Tensor, Sequence[int]]], reason: str, numbers: bool = False) -> Exception:
+@dataclasses.dataclass(frozen=True)
+class _Restart:
+    """A trace that was started again, and what to put back after it.
+
+    Attributes:
+        chosen: dimensions that were marked as dynamic.
+        numbers: lengths of block masks were, too.
+        kept: the marks that the tensors had before.
+        duck, sources: settings of torch before.
+    """
+
+    chosen: Sequence[tuple[torch.Tensor, Sequence[int]]]
+    numbers: bool
+    kept: list[tuple[torch.Tensor, dict[str, Any]]]
+    duck: bool
+    sources: str
+
+
+def _retrace(chosen: Sequence[tuple[torch.Tensor, Sequence[int]]], reason: str, numbers: bool = False, goes_on: bool = False) -> Exception:
     """Marks dimensions, and the lengths of block masks if asked, as dynamic until the next capture; gives the exception that starts it."""
     handler: Any = torch._dynamo.callback.callback_handler
     if finish_restart not in handler.end_callbacks:
@@ -90,8 +121,10 @@ def _retrace(chosen: Sequence[tuple[torch.Tensor, Sequence[int]]], reason: str, 
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     sources = torch.compiler.config.dynamic_sources
-    _state.pending = (kept, fx_config.use_duck_shape, sources)
+    _state.pending = _Restart(chosen, numbers, kept, fx_config.use_duck_shape, sources)
     fx_config.use_duck_shape = False
+    if goes_on:
+        switch_on()
     if numbers:
         torch.compiler.config.dynamic_sources = ",".join(filter(None, (sources, _LENGTHS)))
     return _restart(reason)
@@ -132,19 +165,19 @@ def _restart(reason: str) -> Exception:
     return made
 
 
-def finish_restart(_: object = None) -> bool:
-    """Takes the marks of a restarted capture off again; True if there was one."""
-    pending = getattr(_state, "pending", None)
-    if pending is None:
-        return False
+def finish_restart(_: object = None) -> _Restart | None:
+    """Takes the marks and settings of a restarted capture off again; None if there was none."""
+    _state.last = None
+    last: _Restart | None = getattr(_state, "pending", None)
+    if last is None:
+        return None
     _state.pending = None
-    kept, duck, sources = pending
-    fx_config.use_duck_shape = duck
-    torch.compiler.config.dynamic_sources = sources
-    for tensor, before in kept:
+    fx_config.use_duck_shape = last.duck
+    torch.compiler.config.dynamic_sources = last.sources
+    for tensor, before in last.kept:
         for name in _MARKS:
             if name in before:
                 setattr(tensor, name, before[name])
             elif hasattr(tensor, name):
                 delattr(tensor, name)
-    return True
+    return last

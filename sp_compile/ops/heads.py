@@ -52,7 +52,8 @@ def without_autocast(function: Callable[..., _R]) -> Callable[..., _R]:
 
     @functools.wraps(function)
     def body(*args: Any, **kwargs: Any) -> _R:
-        with torch.autocast(args[0].device.type, enabled=False):
+        device = next(value.device for value in args if isinstance(value, Tensor))
+        with torch.autocast(device.type, enabled=False):
             return function(*args, **kwargs)
 
     return body

@@ -20,6 +20,7 @@ arguments instead, and the dense nodes become dead.
     Where the library's mask is no tensor (a `BlockMask`), dense is an all-true [1, 1, 1, 1] stand-in that nothing dense reads.
 `segments_site`  dense [B, L] integers, counted up where a position id is not its predecessor's plus one; position_ids [B|1, L].
 `refusal_site`  dense of any shape; reason: why the call must run densely.
+`rows_site`  dense of any shape; reason: why the call was not captured, and runs on rows unless its own nodes can be shared.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 NAMESPACE = "sp_compile"
-NAMES = ("attention_site", "mask_site", "segments_site", "refusal_site")
+NAMES = ("attention_site", "mask_site", "segments_site", "refusal_site", "rows_site")
 
 
 def _fresh(dense: Tensor) -> Tensor:
@@ -89,12 +90,18 @@ def refusal_site(dense: Tensor, reason: str) -> Tensor:
     return _fresh(dense)
 
 
+def rows_site(dense: Tensor, reason: str) -> Tensor:
+    """Marks `dense` as the result of a call that was not captured, for `reason`."""
+    return _fresh(dense)
+
+
 _SCHEMAS = {
     "attention_site": "(Tensor dense, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? bias, *, "
     "float? scale, bool is_causal, int? window, float? softcap, float dropout, bool finite=False) -> Tensor",
     "mask_site": "(Tensor dense, Tensor? padding, Tensor? segments, *, str kind, int? window, int? chunk) -> Tensor",
     "segments_site": "(Tensor dense, Tensor position_ids) -> Tensor",
     "refusal_site": "(Tensor dense, str reason) -> Tensor",
+    "rows_site": "(Tensor dense, str reason) -> Tensor",
 }
 
 
@@ -112,5 +119,5 @@ def _define(name: str, function: Any) -> None:
     op.register_autograd(backward)
 
 
-for _name, _function in zip(NAMES, (attention_site, mask_site, segments_site, refusal_site), strict=True):
+for _name, _function in zip(NAMES, (attention_site, mask_site, segments_site, refusal_site, rows_site), strict=True):
     _define(_name, _function)

@@ -4,8 +4,9 @@ With z, r the scores of a token under the head and under the reference (ops/head
 
     kl[t] = sum_c p[t, c] * (log p[t, c] - log q[t, c])
 
-for every token that `index` names, 0 elsewhere. The sum runs over differences of scores, so that distributions which are nearly equal
-lose no digits. A class without probability under p adds nothing; one without probability under q alone makes the divergence infinite.
+for every token that `index` names, 0 elsewhere; without an index for every token, values and reference being [..., H]. The sum runs over
+differences of scores, so that distributions which are nearly equal lose no digits. A class without probability under p adds nothing; one
+without probability under q alone makes the divergence infinite.
 With g[t] the gradient of kl[t], the gradients of the scores are
 
     dz[t, c] = g[t] * p[t, c] * (log p[t, c] - log q[t, c] - kl[t])        dr[t, c] = g[t] * (q[t, c] - p[t, c])
@@ -23,7 +24,7 @@ from sp_compile.ops.heads import Gradients, Head, Softmax, check_values, masked_
 from sp_compile.ops.numerics import accumulate_dtype, owned
 from sp_compile.ops.rows import EXACT, check_index
 
-ARGUMENTS = "Tensor index, Tensor values, Tensor? weight, Tensor? bias, Tensor reference, Tensor? reference_weight, Tensor? reference_bias"
+ARGUMENTS = "Tensor? index, Tensor values, Tensor? weight, Tensor? bias, Tensor reference, Tensor? reference_weight, Tensor? reference_bias"
 KEYWORDS = (
     "*, float scale, float? softcap, float temperature, "
     "float reference_scale, float? reference_softcap, float reference_temperature, int chunk_tokens, int chunk_classes"
@@ -31,12 +32,14 @@ KEYWORDS = (
 _NAME = "token_kl"
 _NEEDED = ("values", "weight", "bias", "reference", "reference_weight", "reference_bias")
 
-Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]
+Inputs = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]
 
 
-def _heads(inputs: Inputs, options: dict[str, Any]) -> tuple[Head, Head]:
+def _heads(inputs: Inputs, options: dict[str, Any], tokens: Tensor | None = None) -> tuple[Head, Head]:
     index, values, weight, bias, reference, reference_weight, reference_bias = inputs
-    tokens = torch.unique(index[index >= 0])
+    values, reference = values.flatten(0, -2), reference.flatten(0, -2)
+    if tokens is None:
+        tokens = torch.arange(values.shape[0], device=values.device) if index is None else torch.unique(index[index >= 0])
     one, other = ([options[prefix + name] for name in ("scale", "softcap", "temperature")] for prefix in ("", "reference_"))
     return Head(values, tokens, weight, bias, *one), Head(reference, tokens, reference_weight, reference_bias, *other)
 
@@ -44,10 +47,13 @@ def _heads(inputs: Inputs, options: dict[str, Any]) -> tuple[Head, Head]:
 @without_autocast
 def _forward(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     index, values, weight, bias, reference, reference_weight, reference_bias = inputs
+    shape = values.shape[:-1]
+    one, other = _heads(inputs, options)
+    values, reference = one.values, other.values
     check_values(values, weight, bias, _NAME)
     check_values(reference, reference_weight, reference_bias, f"{_NAME}: reference")
-    check_index(index, values.shape[0], _NAME)
-    one, other = _heads(inputs, options)
+    if index is not None:
+        check_index(index, values.shape[0], _NAME)
     if one.dtype != other.dtype or one.classes != other.classes or values.shape[0] != reference.shape[0]:
         raise InvalidInput(
             f"{_NAME}: expected as many tokens and classes of values and of reference, both or none in float64; "
@@ -69,14 +75,17 @@ def _forward(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         used = one.tokens[rows]
         kl[used] = gap / p.total - (p.total.log() - q.total.log())
         lse[used], reference_lse[used] = p.lse, q.lse
-    return kl, lse, reference_lse
+    return kl.view(shape), lse.view(shape), reference_lse.view(shape)
 
 
 @without_autocast
 def _backward(grad: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
     *inputs, kl, lse, reference_lse = rest
     needed = [options.pop(f"need_{name}") for name in _NEEDED]
-    one, other = _heads(tuple(inputs), options)
+    shapes = [inputs[place].shape for place in (1, 4)]
+    grad, kl, lse, reference_lse = (x.flatten() for x in (grad, kl, lse, reference_lse))
+    # without an index, what is not wanted has no gradient
+    one, other = _heads(tuple(inputs), options, grad.nonzero().squeeze(-1) if inputs[0] is None else None)
     hidden, other_hidden = one.hidden(), other.hidden()
     sums = Gradients.of(one, (needed[0], needed[1], needed[2]), hidden)
     other_sums = Gradients.of(other, (needed[3], needed[4], needed[5]), other_hidden)
@@ -94,7 +103,10 @@ def _backward(grad: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
                 sums.add(one.times_slope(masked_product(p, inner).mul_(factor[rows]), z), rows, span)
         sums.close(span)
         other_sums.close(span)
-    return (*sums.finish(), *other_sums.finish())
+    found, other_found = list(sums.finish()), list(other_sums.finish())
+    for whole, needs, shape in ((found, needed[0], shapes[0]), (other_found, needed[3], shapes[1])):
+        whole[0] = whole[0].view(shape) if needs else whole[0]
+    return (*found, *other_found)
 
 
 token_kl = torch.library.custom_op(
@@ -112,12 +124,12 @@ token_kl_backward = torch.library.custom_op(
 
 
 @token_kl.register_fake
-def _forward_fake(index: Tensor, values: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
-    return tuple(values.new_empty(values.shape[0], dtype=accumulate_dtype(values.dtype)) for _ in range(3))
+def _forward_fake(index: Tensor | None, values: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+    return tuple(values.new_empty(values.shape[:-1], dtype=accumulate_dtype(values.dtype)) for _ in range(3))
 
 
 @token_kl_backward.register_fake
-def _backward_fake(grad: Tensor, index: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+def _backward_fake(grad: Tensor, index: Tensor | None, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
     given = zip(rest, _NEEDED, strict=False)
     like = (rest[0], rest[0], rest[0], rest[3], rest[3], rest[3])
     shapes = [x.shape if x is not None and options[f"need_{name}"] else (0,) for x, name in given]

@@ -134,7 +134,7 @@ def gatherable(layout: Layout) -> bool:
     """Whether `tokens.pack` knows the layout."""
     axes = [axis for _, axis in layout.axes]
     one = 1 <= axes.count(Axis.COLUMNS) <= 2 and not layout.has_spans
-    cut = len(_spans(layout)) == 1 and layout.column_like == _spans(layout)
+    cut = layout.column_like == _spans(layout) and (len(_spans(layout)) == 1 or layout.is_pairs)
     return (one or cut) and axes.count(Axis.BATCH) <= 1 and _plain_merges(layout)
 
 

@@ -39,4 +39,7 @@ def shared_scan(kind: str, tensors: tuple[Tensor | None, ...], final: Tensor | N
     raise StageError("a scan marker was left in a finished graph: fork_states did not run")
 
 
+WIDENED = "sp_compile_widened"
+"""Key in the metadata of an operand of `shared_scan` that was converted for it to a wider dtype."""
+
 MARKERS = frozenset({shared_attention, shared_scan})

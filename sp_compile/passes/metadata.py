@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from sp_compile.analysis.inputs import GraphInputs
 from sp_compile.analysis.state import preserved_global_state
 from sp_compile.errors import StageError
-from sp_compile.layout.tensors import symbolic_shape
+from sp_compile.layout.tensors import device_of, symbolic_shape
 from sp_compile.ops.dense_scans import KINDS
 from sp_compile.ops.numerics import accumulate_dtype
 from sp_compile.passes import markers
@@ -38,6 +38,8 @@ class Shapes:
         sizes = [
             s for fake in inputs.fakes for s in (fake.shape if isinstance(fake, torch.Tensor) else [fake]) if isinstance(s, torch.SymInt)
         ]
+        sized = (f for f in inputs.fakes if isinstance(f, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in f.shape))
+        self.device: torch.device = next((fake.device for fake in sized), torch.device("cpu"))
         self.hints: dict[str, int] = {self.name(s.node.expr): int(s.node.hint) for s in sizes}
 
     def symbol(self, name: str) -> torch.SymInt:
@@ -64,8 +66,9 @@ class Shapes:
                 return torch.empty(1, dtype=torch.int64)
         if given.source is Source.FOREST:
             shape, dtype = symbolic_shape(str(given.key))
+            sizes = [self.symbol(s) if isinstance(s, str) else s for s in shape]
             with self.mode:
-                return torch.empty([self.symbol(s) if isinstance(s, str) else s for s in shape], dtype=dtype)
+                return torch.empty(sizes, dtype=dtype, device=device_of(str(given.key), self.device))
         fake = self.inputs.fakes[int(given.key)]
         if not isinstance(fake, torch.Tensor):
             return fake

@@ -41,7 +41,7 @@ from sp_compile.ops import paths as _paths  # noqa: F401  (registers sp_compile:
 from sp_compile.ops import tokens
 from sp_compile.passes import markers
 from sp_compile.passes.forms import Form, find_forms, inputs_read, pattern_of, scatterable
-from sp_compile.passes.numbers import has_unbacked, is_number, write_number
+from sp_compile.passes.numbers import has_unbacked, is_number, scaled_query, write_number
 from sp_compile.passes.reasons import why_not
 from sp_compile.passes.refine_sharing import Forested, Forests, Homes, World
 from sp_compile.passes.shared_scans import emit_scan, padding_masks
@@ -212,6 +212,9 @@ class _Rewrite:
             if node.op in ("placeholder", "output"):
                 continue
             worlds = self.needs.get(node, set())
+            if self.info[node].once and len(worlds - ({World.ROWS} if not self._runs_on_rows(node) else set())) > 1:
+                text = "a function that gives a gradient of its own to a value of all tokens is needed both on rows and on tokens"
+                raise refusal(Reason(text, str(node.target), node.name, source_line(node)))
             if World.ROWS in worlds and self._runs_on_rows(node):
                 self._copy(node, World.ROWS)
             for world in sorted(worlds - {World.ROWS}, key=lambda one: one.suffix) if self.forms[node] is Form.DIRECT else ():
@@ -298,10 +301,10 @@ class _Rewrite:
         pattern = pattern_of(layout.dims)
         if world is not World.ROWS:
             self.keys |= self.depends[node]
-            if layout.reach.shift > 0:
-                self.context.ahead_keys |= self.depends[node]
+            self.context.ahead_keys |= self.depends[node] if layout.reach.shift > 0 else frozenset()
             forest = self.forests.of(world)
-            made = self.new.call_function(tokens.pack, (self.made[node, World.ROWS], forest.row, forest.column, forest.index, pattern))
+            index = self.index if world.cut and not layout.has_spans else forest.index  # for its columns: those of the value
+            made = self.new.call_function(tokens.pack, (self.made[node, World.ROWS], forest.row, forest.column, index, pattern))
         else:
             if user.op != "output":
                 self.context.unpacked.append(f"{node.name} for {user.name}")
@@ -346,7 +349,7 @@ class _Rewrite:
         if padding is not None:
             padding = self.new.call_method("ne", (padding, 0))
             padding = self.new.call_method("reshape", (padding, 1, self.forests.of(world).tokens))
-        self.context.padding.append(self._padding_input(call.mask.padding))
+        self.context.padding.append(self._padding_input(call.mask.padding or call.mask.alone))
         matrix, bias = (self._four_dimensions(packed(name), name) for name in (call.mask.matrix, call.bias))
         if matrix is not None and bias is not None:
             raise CannotShare("attention with both an opaque mask and a bias", op=str(node.target), node=node.name)
@@ -356,12 +359,13 @@ class _Rewrite:
             local = call.mask.chunk is not None or call.mask.segments is not None
             self.context.finite.append(FiniteMask(self.by_name[hides], not call.mask.told, min(windows, default=None), local))
         q, k, v = (self._cast(packed(name), name, call.dtype) for name in (call.q, call.k, call.v))
+        q, scale = scaled_query(q, call.scale, self.sizes)
         made = self.new.call_function(
             markers.shared_attention,
             (q, k, v, padding, packed(call.mask.segments), matrix if matrix is not None else bias, packed(call.sinks)),
-            {"scale": call.scale, "window": min(windows) if windows else None, "chunk": call.mask.chunk, "softcap": call.softcap},
+            {"scale": scale, "window": min(windows) if windows else None, "chunk": call.mask.chunk, "softcap": call.softcap},
         )
-        set_suffix(made, world.suffix, self.context.padding[-1])
+        set_suffix(made, world.suffix, self._padding_input(call.mask.padding))
         made = self.new.call_method("contiguous", (self.new.call_method("transpose", (made, 1, 2)),))
         return self.new.call_method("transpose", (made, 1, 2)) if call.heads_first else made
 
@@ -393,6 +397,4 @@ class _Rewrite:
 
     def _padding_input(self, name: str | None) -> int | None:
         layout = self.analysis.layout(self.by_name[name]) if name is not None else None
-        if layout is None or not isinstance(layout.fact, Nonzero):
-            return None
-        return self.numbers.get(self.by_name[layout.fact.node])
+        return self.numbers.get(self.by_name[layout.fact.node]) if layout is not None and isinstance(layout.fact, Nonzero) else None

@@ -37,6 +37,7 @@ def emit_scan(graph: torch.fx.Graph, call: ScanCall, packed: Operand, index: tor
         value, dtype = (None, None) if name is None else packed(name)
         if value is not None and argument in kind.uniform and dtype != call.uniform:
             value = graph.call_method("to", (value, call.uniform))
+            value.meta[markers.WIDENED] = True
         if value is not None and kind.tensors[argument] == "B C L":
             value = graph.call_method("transpose", (value, 1, 2))
         tensors.append(value)
@@ -46,7 +47,8 @@ def emit_scan(graph: torch.fx.Graph, call: ScanCall, packed: Operand, index: tor
     if not call.final and kind.tensors[kind.result] == "B C L":
         made = graph.call_method("transpose", (made, 1, 2))
         made = graph.call_method("contiguous", (made,))
-    return graph.call_method("to", (made, call.dtype)) if call.dtype != call.uniform else made
+    # A state has the dtype of sums, perhaps of another marker's operands, see `fork_states`.
+    return graph.call_method("to", (made, call.dtype)) if call.final or call.dtype != call.uniform else made
 
 
 PADDING = re.compile(r"\b(attention|padding)_mask\b")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.ops.rows import sum_by_key
-from sp_compile.training.masks import check_number, check_values, checked_groups
+from sp_compile.training.masks import check_number, check_values, checked_groups, group_places
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, *, scale: bool = True, epsilon: float = 1e-6) -> Tensor:
@@ -35,13 +35,13 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, scale: bool = True, eps
     check_number(name, "epsilon", epsilon, 0)
     groups = checked_groups(name, groups, rewards.numel() if rewards.dim() == 1 else -1, rewards.device)
     with torch.no_grad():
-        names, place = torch.unique(groups, return_inverse=True)
+        place = group_places(groups)
         wide = rewards.to(torch.float64)
-        sizes = sum_by_key(torch.ones_like(wide), place, len(names))
-        centred = wide - (sum_by_key(wide, place, len(names)) / sizes)[place]
+        sizes = sum_by_key(torch.ones_like(wide), place, len(groups)).clamp(min=1)
+        centred = wide - (sum_by_key(wide, place, len(groups)) / sizes)[place]
         if not scale:
             return centred.to(rewards.dtype)
-        deviation = (sum_by_key(centred.square(), place, len(names)) / (sizes - 1).clamp(min=1)).sqrt()
+        deviation = (sum_by_key(centred.square(), place, len(groups)) / (sizes - 1).clamp(min=1)).sqrt()
         # With epsilon 0 equal rewards would be 0 / 0.
         divisor = deviation[place] + epsilon
         return torch.where(divisor == 0, 0, centred / divisor.clamp(min=torch.finfo(torch.float64).tiny)).to(rewards.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ _NAME = "token_kl"
 _PLAIN = VocabularyHead()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # forests are work on the host
 def token_kl(
     values: Tensor,
     reference: Tensor,
@@ -71,20 +70,33 @@ def token_kl(
         got = f"{mask.dtype} on {mask.device}" if isinstance(mask, Tensor) else type(mask).__name__
         raise InvalidInput(f"{_NAME}: expected a mask of bools or integers on {values.device}, got {got}")
     used = columns if mask is None else check_columns(mask, rows, columns, "mask", _NAME)
+    options = head.options() | other.options("reference_") | {"chunk_tokens": sizes[0], "chunk_classes": sizes[1]}
+    if torch.compiler.is_compiling() and forest is None:
+        # In a graph every position is asked for: a compiler can follow it to the tokens it shows.
+        one, two = (x if used == columns else x[:, :used] for x in (values, reference))
+        whole: Tensor = torch.ops.sp_compile.token_kl(None, *head.cast(one), *other.cast(two), **options)[0]
+        return whole if mask is None else whole.masked_fill(mask == 0, 0)
+    found: Tensor = _on_tokens(head, other, values, reference, forest, mask, used, options)
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # forests are work on the host
+def _on_tokens(
+    head: VocabularyHead,
+    other: VocabularyHead,
+    values: Tensor,
+    reference: Tensor,
+    forest: Forest | None,
+    mask: Tensor | None,
+    used: int,
+    options: dict[str, Any],
+) -> Tensor:
     if forest is None:
-        index = torch.arange(rows * columns, device=values.device).view(rows, columns)
+        index = torch.arange(values.shape[0] * values.shape[1], device=values.device).view(values.shape[:2])
     else:
         index = forest.tensor("index", values.device)
     index = index[:, :used] if mask is None else index[:, :used].masked_fill(mask == 0, -1)
-    kl, *_ = torch.ops.sp_compile.token_kl(
-        index,
-        *head.cast(values.flatten(0, 1)),
-        *other.cast(reference.flatten(0, 1)),
-        **head.options(),
-        **other.options("reference_"),
-        chunk_tokens=sizes[0],
-        chunk_classes=sizes[1],
-    )
+    kl, *_ = torch.ops.sp_compile.token_kl(index, *head.cast(values.flatten(0, 1)), *other.cast(reference.flatten(0, 1)), **options)
     result: Tensor = torch.ops.sp_compile.unpack(kl, index)
     return result
 

@@ -75,6 +75,12 @@ def checked_groups(name: str, groups: Tensor, rows: int, device: torch.device) -
     return groups
 
 
+def group_places(groups: Tensor) -> Tensor:
+    """[B]: for each row a number in [0, B) that the rows of its group share and no others have; no size depends on the data."""
+    ordered = torch.sort(groups).values
+    return torch.searchsorted(ordered, groups)
+
+
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the positions that count, a metric without gradient; 0 if none counts."""
     return torch.where(mask, values.detach(), 0).sum() / mask.sum().clamp(min=1)

@@ -21,11 +21,19 @@ Reduce = Callable[[Tensor, Tensor], Tensor]
 """From values [B, C] and a bool mask [B, C] to the loss, such as `token_mean` or `functools.partial(constant_length, length=4096)`."""
 
 
+def _reduced(name: str, reduce: Reduce | None, losses: Tensor, mask: Tensor) -> Tensor:
+    if reduce is None:
+        return losses.masked_fill(~mask, 0)
+    if not callable(reduce):
+        raise InvalidInput(f"{name}: expected reduce to be a function of values and mask, such as token_mean, or None, got {reduce!r}")
+    return reduce(losses, mask)
+
+
 class Loss(NamedTuple):
     """A loss and what is logged beside it.
 
     Attributes:
-        value: scalar, differentiable.
+        value: scalar, differentiable; per token with `reduce=None`.
         metrics: scalars by name, without gradient.
     """
 
@@ -42,7 +50,7 @@ def ppo_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    reduce: Reduce = token_mean,
+    reduce: Reduce | None = token_mean,
 ) -> Loss:
     """The clipped surrogate loss of PPO, per token:
 
@@ -59,7 +67,7 @@ def ppo_loss(
         mask: bool or integer [B, C], nonzero at tokens that count.
         clip_low, clip_high: bounds of r below and above 1; clip_low at most 1.
         dual_clip: c > 1, or None.
-        reduce: from per-token losses to the value.
+        reduce: from per-token losses to the value; None: the value is the losses [B, C], 0 at what does not count.
 
     Returns:
         The loss, with metrics over the counted tokens: `clip_fraction`, where the clipped term is the larger one and gives no gradient,
@@ -70,7 +78,7 @@ def ppo_loss(
         InvalidInput: tensors of other forms, or numbers out of range.
     """
     losses, mask, metrics = _surrogate("ppo_loss", logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip)
-    return Loss(reduce(losses, mask), metrics)
+    return Loss(_reduced("ppo_loss", reduce, losses, mask), metrics)
 
 
 def grpo_loss(
@@ -84,7 +92,7 @@ def grpo_loss(
     kl: Literal["k1", "k2", "k3"] = "k3",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    reduce: Reduce = sequence_mean,
+    reduce: Reduce | None = sequence_mean,
 ) -> Loss:
     """The loss of GRPO: the clipped surrogate and a divergence from a reference, per token:
 
@@ -126,7 +134,7 @@ def grpo_loss(
         metrics["kl"] = masked_mean(divergence, mask)
         if beta != 0:
             losses = losses + beta * divergence
-    return Loss(reduce(losses, mask), metrics)
+    return Loss(_reduced(name, reduce, losses, mask), metrics)
 
 
 def gspo_loss(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.ops.rows import sum_by_key
-from sp_compile.training.masks import check_number, check_values, checked_groups, checked_mask
+from sp_compile.training.masks import check_number, check_values, checked_groups, checked_mask, group_places
 
 
 def token_mean(values: Tensor, mask: Tensor, *, denominator: float | Tensor | None = None) -> Tensor:
@@ -63,10 +63,11 @@ def group_mean(values: Tensor, mask: Tensor, groups: Tensor, *, denominator: flo
     """
     mask = _checked("group_mean", values, mask, denominator)
     groups = checked_groups("group_mean", groups, len(values), values.device)
-    names, place = torch.unique(groups, return_inverse=True)
-    counted = sum_by_key(mask.sum(1).to(torch.float64), place, len(names)).clamp(min=1)
-    rows = torch.where(mask, values, 0).sum(1) / counted[place].to(values.dtype)
-    return rows.sum() / _or(denominator, len(names))
+    place = group_places(groups)
+    per_row = torch.stack([mask.sum(1).to(torch.float64), torch.ones_like(place, dtype=torch.float64)], 1)
+    counted, sizes = sum_by_key(per_row, place, len(groups)).unbind(1)
+    rows = torch.where(mask, values, 0).sum(1) / counted.clamp(min=1)[place].to(values.dtype)
+    return rows.sum() / _or(denominator, (sizes > 0).sum())
 
 
 def constant_length(values: Tensor, mask: Tensor, length: float, *, denominator: float | Tensor | None = None) -> Tensor:

@@ -72,3 +72,52 @@ def test_other_backward_is_refused(name: str) -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
         compare.compiled(model, "eager")(**STAR.inputs)
     assert isinstance(raised.value.inner_exception, CannotShare)
+
+
+class Rides(torch.autograd.Function):
+    """Puts the gradient of an auxiliary loss beside that of activations, as DeepSeek's and Megatron's models do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, torch.ones_like(ctx.saved_tensors[0]) * 0.7
+
+
+def _balance(x: Tensor, kind: str) -> Tensor:
+    """Of experts that are chosen by the first four features."""
+    probs = x[..., :4].softmax(-1)
+    chosen = torch.nn.functional.one_hot(probs.argmax(-1), 4).to(x.dtype)
+    if kind == "batch":
+        return 4 * (probs.flatten(0, 1).mean(0) * chosen.flatten(0, 1).mean(0)).sum()
+    return 4 * (probs.mean(1) * chosen.mean(1)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("kind", ["batch", "rows"])
+def test_a_loss_that_rides_on_activations_gets_its_gradient_once(kind: str) -> None:
+    """Over all tokens, weighted; over each row (DeepSeek-V2's seq_aux) on rows, which the account says."""
+    torch._dynamo.reset()
+
+    class Model(decoders.Chunked):
+        def start(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            return Rides.apply(x, _balance(x, kind))  # type: ignore[no-any-return]
+
+    model = spread(Model(1))
+    account = compare.check(compare.compiled(model, "eager"), model, STAR)
+    assert bool(account.unpacked) == (kind == "rows")
+
+
+def test_a_gradient_of_its_own_for_a_value_of_tokens_is_refused() -> None:
+    torch._dynamo.reset()
+
+    class Model(decoders.Chunked):
+        def start(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            return Rides.apply(x, x.tanh())  # type: ignore[no-any-return]
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="linear in the gradient"):
+        compare.compiled(spread(Model(1)), "eager")(**STAR.inputs)

@@ -310,14 +310,3 @@ def test_unknown_grouped_product_is_refused() -> None:
         return y[perm.argsort()].view(-1, CHOSEN, SIZE).sum(1)  # type: ignore[no-any-return]
 
     assert "no rule" in refused(Between(Experts(mix)), batch()).reason
-
-
-def test_loop_over_chosen_tokens_is_refused() -> None:
-    def mix(m: Experts, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for number in range(EXPERTS):
-            token, slot = torch.where(experts == number)
-            out = out.index_add(0, token, (x[token] @ m.weight[number]) * weights[token, slot, None])
-        return out
-
-    assert refused(Between(Experts(mix)), batch()).advice

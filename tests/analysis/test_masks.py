@@ -23,7 +23,8 @@ def idiom(kind: str, structure: str, *paddings: str | None) -> Callable[[Mask], 
 
     Args:
         kind: "zero" hides where the value is 0, "hidden" where it is True, "visible" where it is False, "add" is added to the scores.
-        structure: what is read off the mask: "causal", "window 4", "padding", "window 4 padding" or "matrix".
+        structure: what is read off the mask: "causal", "window 4", "padding", "window 4 padding", "matrix" or "alone matrix", if pads are
+            seen by themselves.
         paddings: the paddings it is tried with; none means that it takes no padding mask.
     """
 
@@ -205,6 +206,62 @@ def learned_distances(model: Any, n: int, mask: Tensor | None) -> Tensor:
     return model.distance((i[:, None] - i).clamp(0, 23)).permute(2, 0, 1)[None] + below(n)  # type: ignore[no-any-return]
 
 
+@idiom("visible", "causal")
+def diagonal_beside_what_came_before(model: Any, n: int, mask: Tensor | None) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).tril(-1) | torch.eye(n, dtype=torch.bool)
+
+
+@idiom("visible", "window 4")
+def window_or_itself(model: Any, n: int, mask: Tensor | None) -> Tensor:
+    i = torch.arange(n)
+    return ((i[:, None] - i < 4) & (i <= i[:, None])) | (i[:, None] == i)
+
+
+@idiom("visible", "alone matrix", "left")
+def pads_see_themselves(model: Any, n: int, mask: Tensor | None) -> Tensor:
+    assert mask is not None
+    return (torch.ones(n, n, dtype=torch.bool).tril() & mask[:, None, None, :].bool()) | torch.eye(n, dtype=torch.bool)
+
+
+@idiom("hidden", "alone matrix", "left")
+def pads_are_not_hidden_from_themselves(model: Any, n: int, mask: Tensor | None) -> Tensor:
+    assert mask is not None
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1) | (mask[:, None, None, :] == 0)
+    return hidden.masked_fill(torch.eye(n, dtype=torch.bool), False)
+
+
+@idiom("add", "alone matrix", "left")
+def diagonal_kept_by_where(model: Any, n: int, mask: Tensor | None) -> Tensor:
+    assert mask is not None
+    seen = torch.arange(n)[:, None] >= torch.arange(n)
+    seen = torch.where(torch.eye(n, dtype=torch.bool), True, seen & mask[:, None, None, :].bool())
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -INF)
+
+
+@idiom("visible", "alone matrix", "left")
+def pairs_of_real_tokens_or_itself(model: Any, n: int, mask: Tensor | None) -> Tensor:
+    assert mask is not None
+    real = mask[:, None, None, :].bool() & mask[:, None, :, None].bool()
+    return (torch.ones(n, n, dtype=torch.bool).tril() & real) | torch.eye(n, dtype=torch.bool)
+
+
+@idiom("visible", "matrix", "right")
+def chosen_for_the_whole_batch(model: Any, n: int, mask: Tensor | None) -> Tensor:
+    assert mask is not None
+    below = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+    return torch.where(mask.bool().all(), below, below & mask[:, None, None, :].bool())
+
+
+@idiom("visible", "causal")
+def made_for_one_more_column(model: Any, n: int, mask: Tensor | None) -> Tensor:
+    return torch.ones(n + 1, n + 1, dtype=torch.bool).tril()[..., :-1, :-1]
+
+
+@idiom("visible", "causal")
+def made_for_one_column_before(model: Any, n: int, mask: Tensor | None) -> Tensor:
+    return torch.ones(n + 1, n + 1, dtype=torch.bool).tril(-1)[1:, :-1]
+
+
 def by_hand(function: Mask, kind: str) -> Attention:
     def attention(model: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         scores, made = q @ k.transpose(-2, -1) / 2, function(model, q.shape[2], mask)
@@ -233,7 +290,8 @@ def by_torch(function: Mask, kind: str) -> Attention:
 def structure_of(mask: AttentionMask) -> str:
     assert mask.chunk is None
     assert mask.segments is None
-    parts = [f"window {mask.window}" if mask.window else "", "padding" if mask.padding else "", "matrix" if mask.matrix else ""]
+    parts = [f"window {mask.window}" if mask.window else "", "padding" if mask.padding else ""]
+    parts += ["alone" if mask.alone else "", "matrix" if mask.matrix else ""]
     return " ".join(filter(None, parts)) or "causal"
 
 
@@ -260,6 +318,13 @@ REFUSED: dict[str, tuple[Mask, str, str | None]] = {
         "right",
     ),
     "bias only": (lambda model, n, mask: model.slopes[:, None, None] * (torch.arange(n) - torch.arange(n)[:, None]), "add", None),
+    "diagonal and above": (
+        lambda model, n, mask: torch.ones(n, n, dtype=torch.bool).triu() | torch.eye(n, dtype=torch.bool),
+        "visible",
+        None,
+    ),
+    "all but itself": (lambda model, n, mask: ~torch.eye(n, dtype=torch.bool), "visible", None),
+    "rows of a larger table": (lambda model, n, mask: torch.ones(n + 1, n + 1, dtype=torch.bool).tril()[1:, :-1], "visible", None),
     "exchanged bias": (lambda model, n, mask: torch.where(torch.ones(n, n, dtype=torch.bool).tril(), -INF, 0.0), "add", None),
 }
 

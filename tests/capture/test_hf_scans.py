@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sp_compile.capture import hf_methods, hf_scans, scan_check
-from sp_compile.capture.polyfills import is_substituted, rescan
+import sp_compile
+from sp_compile.backend import shared_prefix
+from sp_compile.capture import hf_methods, hf_scans, install, scan_check
+from sp_compile.capture.polyfills import is_substituted, rescan, substitute
 from sp_compile.ops import dense_scans
 from tests.capture.recording import GRAPHS, OTHERS, capture, captured, reasons, recording, sites, stranger
 
@@ -162,7 +167,7 @@ def test_what_the_caller_has_switched_on_does_not_matter(dtype: torch.dtype) -> 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), FakeTensorMode():
             for name, (function, _) in FUNCTIONS.items():
                 body = _clone(function, "def ", "def ", f"{name}.py")
                 assert hf_scans._BUILDERS[function.__name__](body, body) is not None, name
@@ -188,16 +193,59 @@ def test_methods_with_loops_are_one_op() -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_method_that_computes_something_else_is_left_alone() -> None:
-    class LightningAttention(minimax.MiniMaxLightningAttention):  # type: ignore[misc]
-        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            out, state = super().forward(hidden_states, *args, **kwargs)
-            return 2 * out, state
+class _DoubledLightningAttention(minimax.MiniMaxLightningAttention):  # type: ignore[misc]
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, state = super().forward(hidden_states, *args, **kwargs)
+        return 2 * out, state
 
-    original = LightningAttention.forward
-    hf_methods._wrap(LightningAttention, "forward", hf_methods._lightning, hf_methods._same_lightning)
-    assert LightningAttention.forward is original
-    assert isinstance(original, types.FunctionType)
+
+def test_a_method_that_computes_something_else_is_marked() -> None:
+    hf_methods._wrap(_DoubledLightningAttention, "forward", hf_methods._lightning, hf_methods._same_lightning)
+    layer = _DoubledLightningAttention(
+        minimax.MiniMaxConfig(hidden_size=8, num_attention_heads=2, head_dim=4, num_hidden_layers=2, block_size=4), 0
+    )
+    hidden, mask = torch.randn(2, 9, 8), torch.ones(2, 9, dtype=torch.long)
+    graph, got = captured(lambda x, m: layer(x, None, m)[0], hidden, mask)
+    (site,) = sites(graph, "rows_site")
+    assert "_DoubledLightningAttention.forward" in site.args[1]
+    torch.testing.assert_close(got, layer(hidden, None, mask)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_function_that_runs_on_rows_is_named(strict: bool) -> None:
+    """Nothing of it is shared, which is said once; a strict run refuses."""
+    other = _clone(mamba2.causal_conv1d_fn, "out = ACT2FN[activation](out)", "out = out * 2", "rows.py")
+    assert substitute(other, hf_scans._BUILDERS["causal_conv1d_fn"], scan_check.DECLINED)
+    words, kernel = torch.nn.Embedding(9, 6), torch.randn(6, 4)
+    mixed = torch.nn.Linear(6, 6)
+
+    def model(ids: Tensor) -> Tensor:
+        x = mixed(words(ids))
+        return mixed(other(x.transpose(1, 2).flip(2), kernel, activation="silu").flip(2).transpose(1, 2))
+
+    ids = torch.randint(9, (4, 8))
+    ids[:, :6] = ids[0, :6]
+    call = torch.compile(model, backend=shared_prefix, options={"inner": "eager", "strict": strict, "min_sharing": 1.0})
+    if strict:
+        with pytest.raises(BackendCompilerFailed, match=r"CannotShare: .*causal_conv1d_fn does not give what sharing knows"):
+            call(ids)
+        return
+    with pytest.warns(UserWarning, match="causal_conv1d_fn does not give what sharing knows") as caught:
+        got = call(ids)
+    assert len([w for w in caught if "sharing knows" in str(w.message)]) == 1
+    torch.testing.assert_close(got, model(ids))
+    assert sp_compile.last_run().shared
+
+
+def test_a_method_found_late_asks_for_a_retrace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reset nothing is called before a trace: a backend has to learn that its graph was captured too early."""
+    late = types.ModuleType("transformers.models.late.modeling_late")
+    kind = type("LateRglru", (), {"__module__": late.__name__, "_rnn_scan": lambda self, x, gate, reset, states: (x, None)})
+    late.LateRglru = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    torch._dynamo.reset()
+    assert install() is True
+    assert install() is False
 
 
 def test_fused_functions_answer_none() -> None:

@@ -187,6 +187,24 @@ def test_dense_calls_of_the_same_model() -> None:
     check(call, model, batch, wanted)
 
 
+def test_a_batch_of_padding_only() -> None:
+    """A rank without rows takes part in the step: zeros forward and backward, before and after ordinary batches."""
+    torch._dynamo.reset()
+    model = spread(Gpt())
+    call = torch.compile(model, backend=shared_prefix, options={"inner": "eager"})
+    ids = FEW[0].inputs["input_ids"]
+    for real in (0, 1, 0):
+        model.zero_grad()
+        packed = sp_compile.pack({"input_ids": ids, "attention_mask": torch.full_like(ids, real)}, positions=None)
+        with sp_compile.share(packed.forest):
+            logits, _ = outputs(call(packed.inputs["input_ids"]))
+        rows = sp_compile.unpack(logits, packed.forest)
+        assert rows.shape[:2] == ids.shape
+        rows.sum().backward()
+        assert packed.forest.num_tokens > 0 or not rows.any()
+        assert all(bool(gradient.any()) <= bool(real) for gradient in gradients(model).values())
+
+
 class Block(nn.Module):
     def __init__(self, mixer: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import sp_compile
-from sp_compile.kernels.attention import chains_cuda
-from sp_compile.kernels.attention.chains_cuda import Tokens
+from sp_compile.kernels.attention import composed
+from sp_compile.kernels.attention.composed import Tokens
 from sp_compile.layout import Forest
 from sp_compile.lowering.attention import TABLE
 from sp_compile.lowering.registry import bind, call, select
@@ -132,10 +132,10 @@ def test_rows_equal_plain_torch(dtype: torch.dtype, rows: list[int] | None, dim:
     results = []
     for plain in (False, True):
         if plain:
-            monkeypatch.setattr(chains_cuda, "_triton", lambda x: None)
+            monkeypatch.setattr(composed, "_triton", lambda x: None)
         found = out.clone(), lse.clone(), out.clone()
-        merged_lse = chains_cuda.merge_rows(found[0], found[1], part, part_lse, where)
-        chains_cuda.add_rows(found[2], part, where)
+        merged_lse = composed.merge_rows(found[0], found[1], part, part_lse, where)
+        composed.add_rows(found[2], part, where)
         assert torch.equal(found[1], lse)
         results.append((found[0], merged_lse, found[2]))
     for one, two in zip(*results, strict=True):
@@ -147,7 +147,8 @@ def test_rows_equal_plain_torch(dtype: torch.dtype, rows: list[int] | None, dim:
 def test_is_chosen_and_says_why_not() -> None:
     tree = forest("ragged_star")
     inputs = make(tree, dtype=torch.bfloat16, dims=(64, 64))
-    assert select(SEMANTIC, bind(SEMANTIC, inputs, PLAIN), deterministic=True).implementation is FLASH
+    names = ["chains_cuda", "blocked"]
+    assert select(SEMANTIC, bind(SEMANTIC, inputs, PLAIN), names=names, deterministic=True).implementation is FLASH
     chosen = select(SEMANTIC, bind(SEMANTIC, inputs, PLAIN | {"softcap": 1.0}))
     assert chosen.implementation.name == "blocked"
     assert ("chains_cuda", "has no softcap") in chosen.rejected
@@ -165,7 +166,7 @@ def test_through_the_compiler(inner: str) -> None:
     half = transformers.LlamaForCausalLM(config).cuda()
     half.load_state_dict(model.state_dict())
     half.to(torch.bfloat16)
-    compiled = torch.compile(half, backend="shared_prefix", dynamic=True, options={"inner": inner})
+    compiled = torch.compile(half, backend="shared_prefix", dynamic=True, options={"inner": inner, "kernels": ("chains_cuda",)})
 
     def step(called: Any, owner: torch.nn.Module, ids: Tensor, mask: Tensor) -> list[Tensor]:
         owner.zero_grad(set_to_none=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 import sp_compile
 from sp_compile.batch import hides
 from sp_compile.errors import InvalidInput
-from sp_compile.kernels.attention import chains_cuda
-from sp_compile.kernels.attention.chains_cuda import Call, Sequences, make_calls
+from sp_compile.kernels.attention import chains_cuda, composed, forest_ops
+from sp_compile.kernels.attention.composed import Call, Library, Sequences, make_calls
 from sp_compile.layout import Forest
 from sp_compile.layout.flash_calls import CHAINS, CROSS, PART
 from sp_compile.lowering import registry
@@ -55,9 +55,12 @@ def scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Sequences, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] == k.shape[-1]
     assert q.shape[-1] % 8 == 0
-    out, lse = torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = (
+        q.new_empty((*q.shape[:2], v.shape[2])),
+        q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32)),
+    )
     for rows, columns in spans(lengths):
         assert rows.stop - rows.start <= lengths.most_q
         assert columns.stop - columns.start <= lengths.most_k
@@ -85,10 +88,13 @@ def plain_backward(
     return found[0], found[1], found[2]
 
 
+def use(monkeypatch: pytest.MonkeyPatch, backward: Callable[..., Any]) -> None:
+    monkeypatch.setattr(chains_cuda, "LIBRARY", Library(plain_forward, backward, splits=True))
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains_cuda, "flash", plain_forward)
-    monkeypatch.setattr(chains_cuda, "flash_backward", plain_backward)
+    use(monkeypatch, plain_backward)
 
 
 def make(tree: Forest, **changed: Any) -> list[Tensor | None]:
@@ -205,9 +211,9 @@ def test_windows_and_chunks(option: dict[str, Any]) -> None:
     inputs = make(tree, dims=(8, 6), dtype=torch.float64, sinks=True)
     calls, nothing = tree.tensors(("flash_calls", "padding_hides"), "cpu")
     window, chunk = option.get("window"), option.get("chunk")
-    assert chains_cuda.needs_blocked(calls, nothing, window, chunk) == (max(option.values()) < 1000)
+    assert forest_ops.needs_blocked(calls, nothing, window, chunk) == (max(option.values()) < 1000)
     mask = Mask(*inputs[3:8], window, chunk, None)
-    assert chains_cuda.needs_blocked(calls, nothing, window, chunk) == chains_cpu.needs_blocked(mask)
+    assert forest_ops.needs_blocked(calls, nothing, window, chunk) == chains_cpu.needs_blocked(mask)
     assert max(errors(tree, inputs, PLAIN | option)) < TOLERANCE[torch.float64]
 
 
@@ -243,7 +249,7 @@ def test_an_empty_sequence_is_added_where_it_saves_a_wave() -> None:
 
 @pytest.mark.usefixtures("stand_in", "strict")
 def test_an_empty_sequence_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains_cuda, "processors", lambda device: 9)
+    monkeypatch.setattr(composed, "processors", lambda device: 9)
     tree = forest("ragged_star")
     assert max(errors(tree, make(tree, dtype=torch.float64))) < TOLERANCE[torch.float64]
 
@@ -261,14 +267,14 @@ def _own(backward: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.usefixtures("stand_in")
 def test_backward_with_each_call_its_own_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = forest("ragged_star")
-    monkeypatch.setattr(chains_cuda, "flash_backward", _own(plain_backward))
+    use(monkeypatch, _own(plain_backward))
     assert min(errors(tree, make(tree, dtype=torch.float64))[1:3]) > 0.1
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_lost_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = forest("ragged_star")
-    monkeypatch.setattr(chains_cuda, "make_calls", lambda *given: make_calls(*given)[:1])
+    monkeypatch.setattr(composed, "make_calls", lambda *given: make_calls(*given)[:1])
     assert min(errors(tree, make(tree, dtype=torch.float64))) > 0.1
 
 
@@ -320,8 +326,8 @@ def test_padding_masks_through_the_compiler(labels_at_pads: bool, monkeypatch: p
     pytest.importorskip("transformers")
     monkeypatch.setitem(registry._TABLES, SEMANTIC, (dataclasses.replace(FLASH, supports=lambda given: None),))
     seen: list[int] = []
-    plain = chains_cuda.needs_blocked
-    monkeypatch.setattr(chains_cuda, "needs_blocked", lambda *given: seen.append(plain(*given)) or seen[-1])
+    plain = forest_ops.needs_blocked
+    monkeypatch.setattr(forest_ops, "needs_blocked", lambda *given: seen.append(plain(*given)) or seen[-1])
     torch.manual_seed(0)
     model = models.llama(num_hidden_layers=1)
     torch._dynamo.reset()

@@ -33,17 +33,20 @@ class Convolved(Tiny):
 
 
 class Scanned(Tiny):
-    """A state space scan as the library's op; `use_state` also returns the state after the last column."""
+    """A state space scan as the library's op, on values of the dtype `narrow`; `use_state` also returns the state after the last column."""
 
-    def __init__(self, use: Callable[..., Any], use_state: bool = False) -> None:
+    def __init__(self, use: Callable[..., Any], use_state: bool = False, narrow: torch.dtype = torch.float64) -> None:
         super().__init__(use)
+        self.narrow = narrow
         self.rate = nn.Parameter(torch.rand(2, dtype=torch.float64))
         self.use_state = use_state
 
     def forward(self, ids: Tensor, *more: Tensor) -> Any:
         x = self.words(ids)
-        heads = x.unflatten(-1, (2, 4))
-        tensors = (heads, self.q(x)[..., :2], -self.rate, self.k(x).unflatten(-1, (2, 4)), self.v(x).unflatten(-1, (2, 4)), None, None)
+        heads, state_in, state_out = (y.unflatten(-1, (2, 4)) for y in (x, self.k(x), self.v(x)))
+        if self.narrow != x.dtype:
+            heads, state_in, state_out = (y.to(self.narrow) for y in (heads, state_in, state_out))
+        tensors = (heads, self.q(x)[..., :2], -self.rate, state_in, state_out, None, None)
         options: dict[str, Any] = {"dt_softplus": True, "dt_min": 0.0, "dt_max": float("inf"), "chunk": 4}
         options |= {"dtype": torch.float64, "library": "tests.ssd"}
         out = torch.ops.sp_compile.dense_ssd_scan(*tensors, **options)
@@ -100,12 +103,21 @@ def test_a_scan_and_its_last_state() -> None:
     assert_expected_inline(
         _calls(found),
         """\
-ssd_scan (heads, getitem, neg, unflatten_1, unflatten_2, None, None) None
-ssd_scan (heads, getitem, neg, unflatten_1, unflatten_2, None, None) select
-sp_compile.ssd_scan.default (heads, getitem, neg, unflatten_1, unflatten_2, None, None, forest_prev, forest_end, None, None)
-sp_compile.ssd_scan.default (heads, getitem, neg, unflatten_1, unflatten_2, None, None, forest_prev, forest_end, None, select)
+ssd_scan (heads, getitem, neg, state_in, state_out, None, None) None
+ssd_scan (heads, getitem, neg, state_in, state_out, None, None) select
+sp_compile.ssd_scan.default (heads, getitem, neg, state_in, state_out, None, None, forest_prev, forest_end, None, select)
 """,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputs_and_states_come_from_one_scan(dtype: torch.dtype) -> None:
+    """Also where the library gives outputs in a wider dtype than its operands have."""
+    model = Scanned(logits, use_state=True, narrow=dtype)
+    error, found = compare(model, batch())
+    calls = [node for node in found.after[PASS].nodes if str(node.target) == "sp_compile.ssd_scan.default"]
+    assert len(calls) == 1
+    assert error < (1e-12 if dtype == torch.float64 else 1e-5)
 
 
 def test_predecessors_are_an_input_made_once() -> None:

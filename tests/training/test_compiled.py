@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 import sp_compile
 from sp_compile.backend import shared_prefix
 from sp_compile.layout import Forest
-from sp_compile.training import VocabularyHead, grpo_loss, next_tokens, token_kl, token_logprobs
+from sp_compile.training import VocabularyHead, group_advantages, group_mean, grpo_loss, next_tokens, token_kl, token_logprobs
 from tests.e2e.compare import GRADIENTS, LOGITS, relative
 from tests.e2e.models import spread
 from tests.e2e.scenarios import VOCABULARY, both_padded, star, tree
@@ -164,3 +166,28 @@ def test_inside_of_a_compiled_function_with_shifted_inputs(step: Step) -> None:
     logits = torch.nn.functional.linear(step.hidden(ids, mask), step.lm_head.weight.detach())[:, :-1] / 0.7
     wanted = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0] * counted
     check(step, (found, found), (wanted, wanted))
+
+
+def test_a_whole_policy_loss_inside_of_a_compiled_function(step: Step) -> None:
+    """Log-probabilities, divergence from a frozen reference, advantages and the mean over groups in one graph."""
+    ids, mask, targets = batch()
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.3, -0.2, 0.1, -2.0]), torch.tensor([5, 5, 5, 2, 2, 2, 2])
+    old = torch.randn(targets.shape, generator=torch.Generator().manual_seed(1)) * 0.1 - 3
+    weight = step.lm_head.weight
+
+    def call(ids: Tensor, mask: Tensor, targets: Tensor, old: Tensor, rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, counted = step.hidden(ids, mask), targets != -100
+        found = token_logprobs(hidden, targets, weight=weight)
+        reduce = functools.partial(group_mean, groups=groups)
+        heads = {"head": VocabularyHead(weight), "reference_head": VocabularyHead(weight.detach())}
+        kl = token_kl(hidden, hidden.detach().tanh(), **heads, mask=counted)
+        loss = grpo_loss(found, group_advantages(rewards, groups), counted, old_logprobs=old, reduce=reduce).value
+        return loss + 0.1 * reduce(kl, counted), kl
+
+    given = (ids, mask, targets, old, rewards, groups)
+    wanted = call(*given)
+    found = torch.compile(call, backend=shared_prefix, options=OPTIONS, fullgraph=True)(*given)
+    run = sp_compile.last_run()
+    assert run.shared
+    assert all(" for sum" in entry for entry in run.unpacked), "sums over each row read one number per position"
+    check(step, found, wanted)

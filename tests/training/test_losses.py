@@ -275,3 +275,17 @@ def test_wrong_options_are_refused() -> None:
         dpo_loss(rows, rows, rows, rows, label_smoothing=0.6)
     with pytest.raises(InvalidInput, match="mask"):
         sequence_logprobs(values, mask.float())
+
+
+def test_losses_per_token_and_wrong_reductions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old = (torch.randn(3, 5, generator=generator) for _ in range(2))
+    mask, advantages = torch.arange(5).expand(3, 5) < torch.tensor([[5], [2], [0]]), torch.tensor([1.0, -1.0, 0.5])
+    for loss, name in ((ppo_loss(logprobs, old, advantages, mask, reduce=None), "ppo"), (
+        grpo_loss(logprobs, advantages, mask, old_logprobs=old, reduce=None), "grpo")):  # fmt: skip
+        assert loss.value.shape == mask.shape, name
+        assert not loss.value[~mask].any()
+        whole = ppo_loss(logprobs, old, advantages, mask, reduce=token_mean).value
+        torch.testing.assert_close(loss.value.sum() / mask.sum(), whole)
+    with pytest.raises(InvalidInput, match="reduce"):
+        grpo_loss(logprobs, advantages, mask, reduce="mean")  # type: ignore[arg-type]

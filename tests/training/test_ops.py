@@ -32,8 +32,11 @@ def case(name: str, dtype: torch.dtype) -> Case:
     hidden, weight, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate([(tokens, 8), (CLASSES, 8), (CLASSES,)]))
     logits = normal(tokens, CLASSES, seed=3, dtype=dtype)
     logprobs = HEAD | CHUNKS | {"ignore_index": -100, "with_entropy": name != "logprobs"}
-    if name == "kl":
+    if name in ("kl", "dense kl"):
         other = {f"reference_{key}": value for key, value in HEAD.items()}
+        if name == "dense kl":
+            one, two = (normal(2, 3, size, seed=size, dtype=dtype) for size in (8, CLASSES))
+            return ops.token_kl.default, (None, one, weight, bias, two, None, None), HEAD | other | CHUNKS
         return ops.token_kl.default, (INDEX, hidden, weight, bias, logits, None, None), HEAD | other | CHUNKS
     if name == "dense":
         dense = normal(*TARGETS.shape, 8, seed=4, dtype=dtype)
@@ -42,7 +45,7 @@ def case(name: str, dtype: torch.dtype) -> Case:
     return ops.token_logprobs.default, values, logprobs
 
 
-NAMES = ("logprobs", "entropy", "logits", "dense", "kl")
+NAMES = ("logprobs", "entropy", "logits", "dense", "kl", "dense kl")
 
 
 @pytest.mark.parametrize("name", NAMES)

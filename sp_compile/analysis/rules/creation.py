@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sp_compile.analysis.facts import Affine, Constant, Fact, held_as
+from sp_compile.analysis.facts import Affine, Constant, Fact, diagonal, held_as
 from sp_compile.analysis.layouts import COLUMN, PLACES, ROWS, UNIFORM, Axis, Dims, Kind, Layout, Reason, Span, covers_tokens, size_expr
 from sp_compile.analysis.permutations import Count
 from sp_compile.analysis.rules.registry import Call, NotPackable, rule
@@ -79,9 +79,10 @@ def arange(call: Call) -> Layout:
     if covers_tokens(call.symbols.dim(out.shape[0]), call.symbols) and (start, step) == (0, 1) and not out.is_floating_point():
         factors = call.symbols.dim(out.shape[0])
         return Layout((factors,), PLACES, fact=Count(factors))
-    raise NotPackable(
-        "a range over a mixture of rows and columns", dense=Layout(((Span(size),),), COLUMN, entry=True) if not _rows(call) else None
-    )
+    cut = Layout(((Span(size),),), COLUMN, entry=True)
+    if known and cut.lacks_last_columns(call.symbols) and not call.symbols.packed:
+        cut = cut.with_(fact=Affine(((0, 1),), start))
+    raise NotPackable("a range over a mixture of rows and columns", dense=cut if not _rows(call) else None)
 
 
 def _rows(call: Call) -> bool:
@@ -90,9 +91,11 @@ def _rows(call: Call) -> bool:
 
 @rule("eye.default", "eye.m")
 def eye(call: Call) -> Layout:
-    if any(call.symbols.mentions(s) for s in call.out.shape):
-        raise NotPackable("an identity matrix over tokens")
-    return Layout(_dims(call, call.out), UNIFORM, entry=True)
+    dims = _dims(call, call.out)
+    if not any(call.symbols.mentions(s) for s in call.out.shape):
+        return Layout(dims, UNIFORM, entry=True)
+    known = Layout(dims, COLUMN, entry=True, fact=held_as(diagonal(0, 1), call.out.dtype))
+    raise NotPackable("an identity matrix over tokens", dense=known if known.is_pairs and known.lacks_last_columns(call.symbols) else None)
 
 
 @rule("embedding.default")

@@ -19,12 +19,13 @@ import torch
 
 from sp_compile.analysis.facts import Constant
 from sp_compile.analysis.layouts import PLACES, Dim, Kind, Layout, covers_tokens
-from sp_compile.analysis.permutations import Check, Count, Integers, Inverse, Permuted, Place, Tally, per_token
+from sp_compile.analysis.permutations import Check, Count, Integers, Inverse, Part, Permuted, Place, Tally, per_token
 from sp_compile.analysis.rules.indexing import gather, index, index_select, index_write, scatter
 from sp_compile.analysis.rules.pointwise import pointwise
 from sp_compile.analysis.rules.reductions import along_dimension, reduce, topk, whole_tensor
 from sp_compile.analysis.rules.reductions import cumsum as plain_cumsum
 from sp_compile.analysis.rules.registry import CONTRACTS, Call, NotPackable, rule
+from sp_compile.analysis.rules.selections import looked_up, written
 
 # -- integers in a known range --------------------------------------------------------------------------------------------------------
 
@@ -94,7 +95,15 @@ def lookup(call: Call) -> Layout:
         found = _taken(call.layout_of(call.args[0]), used[0][0], call.layout_of(used[0][1]), call.out)
         if found is not None:
             return found
-    return index(call)
+    given = list(call.args[1])
+    chosen = looked_up(call, call.layout_of(call.args[0]), given, _selected_size(call, given))
+    return index(call) if chosen is None else chosen
+
+
+def _selected_size(call: Call, given: list[Any]) -> Any:
+    """The size of the result along what a mask chooses."""
+    first = next((d for d, i in enumerate(given) if i is not None), 0)
+    return call.out.shape[first] if call.out.dim() > first else None
 
 
 @rule("index_select.default")
@@ -123,10 +132,12 @@ def _taken(base: Layout, dim: int, places: Layout, out: torch.Tensor) -> Layout 
     if stands is None or base.dims[dim] != stands or isinstance(base.fact, Count | Tally):
         return None
     fact = base.fact if isinstance(base.fact, Integers | Place | Inverse) else None
+    part = next((factor for factor in places.dims[0] if isinstance(factor, Part)), None) if places.dims else None
+    reach = base.reach if part is None else base.reach.join(part.reach)
     whole = len(places.dims) == 1 and len(places.dims[0]) == 1 and isinstance(places.dims[0][0], Permuted)
     if isinstance(fact, Integers) and not whole:
         fact = dataclasses.replace(fact, key=id(out))  # not every element need be taken
-    return Layout((*base.dims[:dim], *places.dims, *base.dims[dim + 1 :]), base.reach, fact=fact)
+    return Layout((*base.dims[:dim], *places.dims, *base.dims[dim + 1 :]), reach, fact=fact)
 
 
 @rule("repeat_interleave.self_int")
@@ -222,7 +233,8 @@ def put(call: Call) -> Layout:
         found = _placed(base, call.layout_of(used[0]), values, bool(call.arg("accumulate")))
         if found is not None:
             return found
-    return index_write(call)
+    chosen = written(call, base, list(used), call.args[2])
+    return index_write(call) if chosen is None else chosen
 
 
 @rule("index_copy.default", "index_add.default")
@@ -256,10 +268,13 @@ def _placed(base: Layout, places: Layout, values: Layout, added: bool) -> Layout
         return None
     order = places.dims[0][0] if len(places.dims[0]) == 1 else None
     stands = places.fact.factors
-    if not isinstance(order, Permuted) or base.dims[0] != stands or any(base.token_dim(d) for d in range(1, len(base.dims))):
+    if not isinstance(order, Permuted | Part) or base.dims[0] != stands or any(base.token_dim(d) for d in range(1, len(base.dims))):
         return None
     if values.is_rows or base.is_rows or base.reach.kind is Kind.PLACES:
         return None
+    if isinstance(order, Part):
+        alike = values.dims == (places.dims[0], *base.dims[1:]) and values.reach.kind is not Kind.PLACES
+        return Layout(base.dims, base.reach.join(values.reach).join(order.reach)) if alike else None
     everything = order.inner == stands
     if isinstance(values.fact, Count) and len(base.dims) == 1:
         full = everything and not added and math.prod(_numbers(values.fact.factors)) == math.prod(_numbers(stands))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sp_compile.analysis.layouts import Dim, Layout
-from sp_compile.analysis.rules.registry import Call, NotPackable, rule
+from sp_compile.analysis.layouts import Dim, Kind, Layout
+from sp_compile.analysis.rules.registry import CONTRACTS, Call, NotPackable, rule
 
 _CONTRACTS = "a matrix product contracts over tokens, which mixes them"
 _ADVICE = "Attention written as softmax(q @ k.T + mask) @ v is recognised as a whole; other mixers need a rule."
@@ -83,3 +83,17 @@ def _bias(bias: Layout, dims: tuple[Dim, ...]) -> None:
     for place, dim in enumerate(bias.dims):
         if dim not in ((), dims[place + lead]):
             raise NotPackable("the added term carries other tokens than the product")
+
+
+def divergence(call: Call) -> list[Layout]:
+    """`sp_compile::token_kl` without an index: one number for each token, of its own values alone."""
+    values, reference = call.layout("values"), call.layout("reference")
+    if call.arg("index") is not None or values.dims[:-1] != reference.dims[:-1]:
+        raise NotPackable("the divergence of a token from another one's reference")
+    held = [call.layout_of(tensor) for tensor in call.tensors if tensor is not call.arg("values") and tensor is not call.arg("reference")]
+    if values.token_dim(-1) or reference.token_dim(-1) or any(one.has_tokens or one.reach.kind > Kind.UNIFORM for one in held):
+        raise NotPackable("a divergence over heads that depend on tokens")
+    return [call.result(values.dims[:-1]) for _ in call.outputs]
+
+
+CONTRACTS["sp_compile::token_kl"] = divergence

@@ -25,14 +25,16 @@ from sp_compile.analysis.facts import (
     conditions_of,
     conjunction,
     disjunction,
+    equal,
     held_as,
     lift,
     map_constant,
     multiplied,
-    renumber,
+    opposite,
     selected,
 )
 from sp_compile.analysis.layouts import COLUMN, UNIFORM, Layout
+from sp_compile.analysis.moved_facts import renumber
 from sp_compile.analysis.permutations import Integers, Numbering, Tally
 from sp_compile.analysis.rules.registry import Call, NotPackable, broadcast, rule
 from sp_compile.ops.blocking import is_blocking
@@ -172,14 +174,14 @@ def _masked_number(call: Call, index: int, fact: Fact | None, rank: int) -> Fact
     if not isinstance(fact, Nonzero):
         return fact
     value = call.args[index]
-    columns = call.layout_of(value).columns_dims
+    columns = call.layout_of(value).column_like_dims
     return TwoValued(frozenset({Valid(fact.node, columns[0] + rank - value.dim())}), None, 0.0, False) if len(columns) == 1 else None
 
 
 def _zero(call: Call, rank: int) -> Fact | None:
     """Where a padding mask is zero: the opposite of a condition on the key."""
     value = call.tensors[0]
-    fact, columns = call.layout_of(value).fact, call.layout_of(value).columns_dims
+    fact, columns = call.layout_of(value).fact, call.layout_of(value).column_like_dims
     if not isinstance(fact, Nonzero) or len(columns) != 1:
         return None
     return TwoValued(frozenset({Valid(fact.node, columns[0] + rank - value.dim())}), 0.0, 1.0)
@@ -206,6 +208,10 @@ def _affine(name: str, left: Fact, right: Fact) -> Fact | None:
     if name == "rsub":
         return combine_affine(b, a, -1)
     difference = combine_affine(a, b, -1)
+    if name == "eq":
+        return equal(difference)
+    if name == "ne":
+        return opposite(equal(difference))
     if name == "ge":
         return at_least(difference)
     if name == "gt":
@@ -261,7 +267,7 @@ def _keyed(call: Call, index: int, rank: int, fact: Fact | None) -> Fact | None:
     """A boolean padding mask becomes a condition on the key along its column dimension."""
     value = call.args[index]
     if isinstance(fact, Nonzero) and isinstance(value, torch.Tensor) and value.dtype == torch.bool:
-        columns = call.layout_of(value).columns_dims
+        columns = call.layout_of(value).column_like_dims
         if len(columns) == 1:
             return TwoValued(frozenset({Valid(fact.node, columns[0] + rank - value.dim())}), 1.0, 0.0)
     return fact
@@ -275,7 +281,7 @@ def triangle(call: Call) -> Layout:
     if not (base.token_dim(-1) or base.token_dim(-2)):
         return call.result(base.dims, fact=_table(call, base, lower))
     rank = len(base.dims)
-    if base.columns_dims[-2:] != [rank - 2, rank - 1]:
+    if not base.is_pairs:
         raise NotPackable("a triangle of something that is not a (query, key) matrix")
     fact: Fact | None = None
     if isinstance(offset, int):

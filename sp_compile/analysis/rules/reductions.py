@@ -162,7 +162,6 @@ def batch_norm(call: Call) -> list[Layout]:
     "bincount.default",
     "unique.default",
     "_unique2.default",
-    "nonzero.default",
     "masked_select.default",
     "dot.default",
     "vdot.default",

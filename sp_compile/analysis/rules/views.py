@@ -10,10 +10,12 @@ import sympy
 import torch
 from torch.utils._sympy.functions import Max, Min
 
-from sp_compile.analysis.facts import Affine, Atom, ChunkNumber, Constant, MaskSpec, Nonzero, Triangle, TwoValued, Valid, renumber
+from sp_compile.analysis.facts import Affine, Atom, ChunkNumber, Constant, MaskSpec, Nonzero, Triangle, TwoValued, Valid
 from sp_compile.analysis.layouts import COLUMN, Axis, Dim, Kind, Layout, Reach, Span, regroup, size_expr
-from sp_compile.analysis.permutations import Integers, Whole, narrowed
+from sp_compile.analysis.moved_facts import cut, renumber
+from sp_compile.analysis.permutations import Coordinates, Integers, Whole, narrowed
 from sp_compile.analysis.rules.registry import Call, Move, NotPackable, rule
+from sp_compile.analysis.rules.selections import coordinate
 
 
 def _kept(dims_before: tuple[Dim, ...], dims_after: tuple[Dim, ...]) -> dict[int, int]:
@@ -120,15 +122,16 @@ def expand(call: Call) -> Layout:
     for place, size in enumerate(out.shape):
         old = base.dims[place - lead] if place >= lead else ()
         dims.append(old if old else call.symbols.dim(size))
-    if any(isinstance(f, Span) for d in dims for f in d) and not base.has_spans:
+    after = base.with_(dims=tuple(dims))
+    if after.has_spans and not base.has_spans and (call.symbols.packed or not after.lacks_last_columns(call.symbols)):
         raise NotPackable("expands to a size that is neither B, L nor a product of them")
     pairs = isinstance(base.fact, Triangle | MaskSpec)
     fact = base.fact if pairs else renumber(base.fact, {d: d + lead for d in range(len(base.dims))})
-    after = base.with_(dims=tuple(dims), fact=fact)
-    if isinstance(base.fact, Nonzero) and len(base.columns_dims) == 1 < len(after.columns_dims):
+    after = after.with_(fact=fact)
+    if isinstance(base.fact, Nonzero) and len(base.column_like_dims) == 1 < len(after.column_like_dims):
         # the one of them that the padding mask was about can be told from here on by the condition only
         boolean = out.dtype == torch.bool
-        condition = Valid(base.fact.node, base.columns_dims[0] + lead)
+        condition = Valid(base.fact.node, base.column_like_dims[0] + lead)
         return after.with_(fact=TwoValued(frozenset({condition}), 1.0 if boolean else None, 0.0, boolean))
     return after
 
@@ -183,7 +186,7 @@ def _mentions_dim(fact: Any, dim: int) -> bool:
     if isinstance(fact, Affine):
         return any(d == dim for d, _ in fact.coefficients)
     if isinstance(fact, TwoValued):
-        return any(dim in ((c.dim,) if isinstance(c, Valid) else (c.left, c.right)) for c in fact.conditions)
+        return any(dim in (c.dims if isinstance(c, Valid) else (c.left, c.right)) for c in fact.conditions)
     return isinstance(fact, Triangle | Integers | Whole) or (isinstance(fact, ChunkNumber) and fact.dim == dim)
 
 
@@ -196,13 +199,8 @@ def _column_slice(call: Call, base: Layout, dim: int, start: Any, step: int) -> 
     factor = Axis.COLUMNS if size == call.symbols.columns else Span(size)
     dims = tuple(((factor,) if d == dim else old) for d, old in enumerate(base.dims))
     head, reach = _cut_head(base, int(start or 0))
-    fact: Any = base.fact if isinstance(base.fact, Constant) else None
-    if isinstance(base.fact, Affine) and not base.fact.batch:
-        offset = dict(base.fact.coefficients).get(dim, 0) * int(start or 0)
-        fact = Affine(base.fact.coefficients, base.fact.constant + offset)
-    raise NotPackable(
-        text, dense=base.with_(dims=dims, reach=reach, fact=fact, head=head), move=None if base.head else Move(int(start or 0))
-    )
+    dense = base.with_(dims=dims, reach=reach, fact=cut(base.fact, dim, int(start or 0)), head=head)
+    raise NotPackable(text, dense=dense, move=None if base.head else Move(int(start or 0)))
 
 
 def _cut_head(base: Layout, start: int) -> tuple[tuple[tuple[int, int], ...], Reach]:
@@ -216,22 +214,26 @@ def _cut_head(base: Layout, start: int) -> tuple[tuple[tuple[int, int], ...], Re
     return tuple(head), base.moved(start)
 
 
-def _is_columns(size: sympy.Expr, columns: sympy.Symbol) -> bool:
-    """Whether a size is L, or is L on one side of its minima and maxima: `n - max(0, n - L)` for tables of n rows.
+def _columns_of(size: sympy.Expr, columns: sympy.Symbol) -> Dim | None:
+    """The columns that a size is the number of: all L, or all but a number of the last ones; None if it is none.
 
-    On the other side the values do not fit what they meet, or they are no [B, L] any more when they are gathered, which is guarded.
+    It may be so on one side of its minima and maxima: `n - max(0, n - L)` for tables of n rows. On the other side the values do not fit
+    what they meet, or they are no [B, L] any more when they are gathered, which is guarded.
     """
     limits = size.atoms(sympy.Max, sympy.Min, Max, Min)
     choices = itertools.product(*(limit.args for limit in limits))
-    return size == columns or any(sympy.expand(size.xreplace(dict(zip(limits, c, strict=True)))) == columns for c in choices)
+    sizes = [sympy.expand(size.xreplace(dict(zip(limits, c, strict=True)))) for c in choices]
+    lacking = [columns - one for one in sizes if (columns - one).is_Integer and columns - one >= 0]
+    return None if not lacking else (Axis.COLUMNS,) if 0 in lacking else (Span(columns - lacking[0]),)
 
 
 def _table(call: Call, base: Layout, dim: int, start: Any, step: int) -> Layout:
     """`table[:L]`: the rows of a constant table by column number; `table[n - L:]` is one, too, of as many columns as the batch has."""
     text = "a table is cut to the number of columns"
-    if step != 1 or base.reach.kind > Kind.COLUMN or not _is_columns(size_expr(call.out.shape[dim]), call.symbols.columns):
+    columns = _columns_of(size_expr(call.out.shape[dim]), call.symbols.columns)
+    if step != 1 or base.reach.kind > Kind.COLUMN or columns is None:
         raise NotPackable(text)
-    dims = tuple(((Axis.COLUMNS,) if d == dim else old) for d, old in enumerate(base.dims))
+    dims = tuple((columns if d == dim else old) for d, old in enumerate(base.dims))
     fact: Any = base.fact if isinstance(base.fact, Constant) else None
     if isinstance(base.fact, Triangle) and start in (0, None):
         cut = base.fact.cut | {dim - len(base.dims)}
@@ -250,6 +252,8 @@ def _table(call: Call, base: Layout, dim: int, start: Any, step: int) -> Layout:
 def select(call: Call) -> Layout:
     base = call.layout_of(call.tensors[0])
     dim = call.dim("dim", len(base.dims))
+    if isinstance(base.fact, Coordinates) and dim == 1:
+        return coordinate(base, int(call.arg("index")), call.out)
     if base.token_dim(dim):
         raise NotPackable("one row or column is selected")
     keep = [d for d in range(len(base.dims)) if d != dim]
@@ -271,6 +275,9 @@ def split(call: Call) -> list[Layout]:
 
 @rule("unbind.int", "unbind_copy.int")
 def unbind(call: Call) -> list[Layout]:
+    base = call.layout_of(call.tensors[0])
+    if isinstance(base.fact, Coordinates) and call.dim("dim", len(base.dims)) == 1:
+        return [coordinate(base, number, out) for number, out in enumerate(call.outputs)]
     layout = select(call)
     return [layout.with_(fact=narrowed(layout.fact, out) or layout.fact) for out in call.outputs]
 

@@ -1,0 +1,198 @@
+"""Conversions stand around attention only, each value travels once, and what needs other ranks' tokens is an error that names it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile import backend, options
+from sp_compile.errors import InvalidOption, StaleRoute
+from sp_compile.layout import Forest
+from sp_compile.layout.local_forest import LocalForest
+from sp_compile.layout.rank_plans import plan_rank, take_local
+from tests.ops import forests
+from tests.passes import harness
+from tests.passes.harness import Rewrite, Tiny, batch, show, targets
+
+PASS = "insert_layout_conversions"
+CONVERT, GATHER = "sp_compile.convert_layout", "sp_compile.gather_tokens"
+
+
+def logits(values: Tensor, ids: Tensor) -> Tensor:
+    return values
+
+
+@dataclasses.dataclass
+class OneRank:
+    """Stands for a process group of one rank: it sends nothing, so its ops need none."""
+
+    group_name: str = "ranks"
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def rewritten(model: nn.Module, ids: Tensor | None = None) -> tuple[Any, Rewrite, sp_compile.Packed]:
+    """One packed call over the ranks of a group of one: result, rewrite, batch."""
+    packed = sp_compile.pack({"ids": batch() if ids is None else ids}, positions=None)
+    plan = plan_rank(packed.forest, 1, 0)
+    with mock.patch("sp_compile.options._is_group", return_value=True), sp_compile.share(plan):
+        result, found = harness.run(model, take_local(packed.inputs["ids"], plan), context_parallel=OneRank())
+    assert len(found) == 1
+    return result, found[0], packed
+
+
+def test_attention_between_conversions() -> None:
+    _, found, _ = rewritten(Tiny(logits))
+    before, after = (show(graph[PASS], since="q") for graph in (found.before, found.after))
+    assert_expected_inline(
+        _attention(before),
+        """\
+shared_attention = sp_compile.attention(q, k, v, end, column, None, scale=0.5)
+""",
+    )
+    assert_expected_inline(
+        _attention(after),
+        """\
+convert_layout = sp_compile.convert_layout(q, *route, 2, 'ranks', False)
+gather_tokens = sp_compile.gather_tokens(k, 2, 1, 'ranks')
+gather_tokens_1 = sp_compile.gather_tokens(v, 2, 1, 'ranks')
+query_attention = sp_compile.query_attention(convert_layout, gather_tokens, gather_tokens_1, rank_queries, rank_end, rank_column, scale=0.5)
+convert_layout_1 = sp_compile.convert_layout(query_attention, *route, 2, 'ranks', True)
+""",
+    )
+
+
+def _attention(text: str) -> str:
+    """The package's calls, with the tensors of the route under one name."""
+    text = re.sub(r"forest_rank_send, .*?forest_rank_splits", "*route", text).replace("_default", "").replace("forest_", "")
+    text = text.replace(", window=None, chunk=None, softcap=None", "").replace(", None, None, None", "")
+    return "".join(line + "\n" for line in text.splitlines() if "sp_compile." in line)
+
+
+def test_numbers_are_those_of_the_rows() -> None:
+    model, ids = Tiny(logits), batch()
+    got, _, packed = rewritten(model, ids)
+    assert torch.allclose(sp_compile.unpack(got, packed.forest), model(ids), rtol=1e-12, atol=1e-12)
+
+
+def test_two_attentions_of_one_value_send_it_once() -> None:
+    class Twice(Tiny):
+        def hidden(self, ids: Tensor) -> Tensor:
+            x = self.words(ids)
+            rows, columns, size = x.shape
+            q, k, v = (layer(x).view(rows, columns, 2, size // 2).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            mixed = sum(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) for scale in (0.5, 0.25))
+            return x + mixed.transpose(1, 2).reshape(rows, columns, size)
+
+    _, found, _ = rewritten(Twice(logits))
+    called = targets(found.after[PASS])
+    assert called.count("sp_compile.query_attention") == 2
+    assert called.count(GATHER) == 2
+    assert called.count(CONVERT) == 3
+
+
+def test_back_and_in_again_cancels() -> None:
+    class Chained(Tiny):
+        def hidden(self, ids: Tensor) -> Tensor:
+            x = self.words(ids)
+            rows, columns, size = x.shape
+            q, k, v = (layer(x).view(rows, columns, 2, size // 2).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            q = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return x + mixed.transpose(1, 2).reshape(rows, columns, size)
+
+    got, found, packed = rewritten(Chained(logits))
+    called = targets(found.after[PASS])
+    assert (called.count(CONVERT), called.count(GATHER)) == (2, 2)
+    assert torch.allclose(sp_compile.unpack(got, packed.forest), Chained(logits)(batch()), rtol=1e-12, atol=1e-12)
+
+
+def test_must_not_rewrite_what_is_no_attention() -> None:
+    class Without(Tiny):
+        def hidden(self, ids: Tensor) -> Tensor:
+            return F.silu(self.q(self.words(ids)))
+
+    _, found, _ = rewritten(Without(logits))
+    assert str(found.before[PASS]) == str(found.after[PASS])
+
+
+def test_nothing_is_inserted_without_the_option() -> None:
+    assert PASS not in [one.name for one in backend.pipeline(backend.Options())]
+    _, found = harness.run(Tiny(logits), batch())
+    assert not {CONVERT, GATHER} & set(targets(found[0].after["select_kernels"]))
+
+
+class Convolved(Tiny):
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = super().hidden(ids)
+        weight = torch.ones(x.shape[-1], 1, 3, dtype=x.dtype)
+        return x + F.conv1d(F.pad(x.transpose(1, 2), (2, 0)), weight, groups=x.shape[-1]).transpose(1, 2)
+
+
+def of_logits(use: Callable[[Tensor], Any]) -> nn.Module:
+    return Tiny(lambda values, ids: use(values))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Convolved(logits), "tokens before its own.*causal_conv1d"),
+        (of_logits(lambda x: (x, x.softmax(-1).sum((0, 1)))), "reduces tokens"),
+        (of_logits(lambda x: x - x.mean((0, 1))), "reduces tokens"),
+        (of_logits(lambda x: (x, x.max())), "reduces tokens"),
+        (of_logits(lambda x: (x, (x > 3).any())), "reduces tokens"),
+        (of_logits(lambda x: x / x.shape[1]), "number of tokens"),
+        (of_logits(lambda x: x / x.numel()), "number of tokens"),
+    ],
+    ids=["convolution", "sum", "mean", "max", "any", "columns", "numel"],
+)
+def test_ops_that_need_other_ranks_are_named(model: nn.Module, said: str) -> None:
+    with pytest.raises(Exception, match=said) as raised:
+        rewritten(model)
+    text = str(raised.value)
+    assert "does not accept the contiguous layout" in text or "cannot share prefixes" in text
+    assert re.search(r"\[op \S+", text)
+
+
+def test_a_plan_and_the_option_go_together() -> None:
+    tree = forests.forest("one_branch")
+    plan = plan_rank(tree, 2, 0)
+    share = sp_compile.sharing.require_plan
+    with pytest.raises(InvalidOption, match="without the option context_parallel"):
+        share(LocalForest.of(plan), None)
+    for other in (tree, None):
+        with pytest.raises(InvalidOption, match="expected a call inside of share"):
+            share(other, OneRank())
+    with pytest.raises(StaleRoute, match="rank 0 of 1 without tensor ranks, got that of rank 0 of 2"):
+        share(LocalForest.of(plan), OneRank())
+    share(None, None)
+    share(tree, None)
+    with pytest.raises(InvalidOption, match="process group"):
+        options.parse({"context_parallel": "ranks"})
+
+
+def test_dense_call_with_the_option_is_refused() -> None:
+    with (
+        mock.patch("sp_compile.options._is_group", return_value=True),
+        pytest.raises(Exception, match=r"works on packed calls: call the compiled model inside of sp_compile.share\(plan\)"),
+    ):
+        harness.run(Tiny(logits), batch(), context_parallel=OneRank())
+
+
+def test_forest_alone_has_no_route() -> None:
+    with pytest.raises(StaleRoute, match="expected the plan of a rank"):
+        Forest.from_rows([[1, 2]]).tensor("rank_send", "cpu")
