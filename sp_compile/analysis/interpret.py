@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from sp_compile.analysis import recurrences, sites
 from sp_compile.analysis.custom_gradients import judge_backward
 from sp_compile.analysis.inputs import GraphInputs
-from sp_compile.analysis.layouts import Kind, Layout, Reach, Reason, Symbols, size_expr
+from sp_compile.analysis.layouts import Kind, Layout, Reach, Reason, Symbols
 from sp_compile.analysis.memory import Storage, displaces, fills, returns_written, storage_of, written
 from sp_compile.analysis.node_checks import check_numbers, check_symbols
 from sp_compile.analysis.permutations import Part
@@ -181,14 +181,7 @@ class LayoutMode(TorchDispatchMode):
             results = [Layout(d, reach, entry=entry) for d in dims]
         else:
             results = self._results(call, rule, entry, why)
-        self._store(call, [self._of_all(out, layout) for out, layout in zip(call.outputs, results, strict=False)] or results, touches)
-
-    def _of_all(self, out: torch.Tensor, layout: Layout) -> Layout:
-        """A value that is made on rows but holds none of them, such as a loss: one for all tokens, who may use it like a parameter."""
-        sizes = {symbol for size in out.shape for symbol in size_expr(size).free_symbols}
-        if not layout.is_rows or self.symbols.packed or sizes:
-            return layout
-        return Layout(layout.dims, Reach(Kind.UNIFORM), entry=layout.entry, why=layout.why)
+        self._store(call, results, touches)
 
     def _results(self, call: Call, rule: Callable[[Call], Any] | None, entry: bool, why: Reason | None) -> list[Layout]:
         try:
