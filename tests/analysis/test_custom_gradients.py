@@ -113,7 +113,7 @@ def test_a_loss_that_rides_on_activations_gets_its_gradient_once() -> None:
 
 def test_a_loss_over_each_row_that_rides_on_activations_is_refused() -> None:
     """DeepSeek-V2's seq_aux: computed on rows, it is not known for tokens."""
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="CannotShare|cannot share"):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"CannotShare|cannot share"):
         compare.compiled(_riding("rows"), "eager")(**STAR.inputs)
 
 

@@ -101,7 +101,7 @@ def check(forest: str, masked: bool, more: dict[str, Any] | None = None, **chang
 
 
 @pytest.mark.parametrize("forest", FORESTS)  # varies fastest: one compilation serves all of them
-@pytest.mark.parametrize(("depth", "masked"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("depth", "masked"), [(1, True), (2, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_equals_dense(depth: int, masked: bool, forest: str) -> None:
     account = check(forest, masked, depth=depth, **(PLAIN if masked else {}))
     assert list(account.refined_tokens) == list(range(1, depth + 1))
@@ -119,7 +119,9 @@ def test_variants_equal_dense(changes: dict[str, Any]) -> None:
     assert list(account.refined_tokens) == list(range(1, changes.get("depth", 2) + 1))
 
 
-@pytest.mark.parametrize(("body", "head_block", "depth"), [("C*", "C", 1), ("MC*", "*", 1), ("*G", "*M", 2)])
+@pytest.mark.parametrize(
+    ("body", "head_block", "depth"), [("C*", "C", 1), ("MC*", "*", 1), pytest.param("*G", "*M", 2, marks=pytest.mark.slow)]
+)
 def test_recurrences_in_the_body_and_in_the_heads(body: str, head_block: str, depth: int) -> None:
     """Heads fork their states where rows part so far ahead. transformers computes these recurrences in float32."""
     pytest.importorskip("transformers")
