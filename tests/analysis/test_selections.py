@@ -60,7 +60,7 @@ def test_loop_over_experts_runs_on_tokens(mix: Callable[..., Tensor]) -> None:
 
 
 class Counting(Experts):
-    """Counts in a buffer and in a loss what the groups of a loop get."""
+    """Counts in a buffer what the groups of a loop get."""
 
     def __init__(self) -> None:
         super().__init__(put)
@@ -72,8 +72,7 @@ class Counting(Experts):
         weights, experts = probs.topk(CHOSEN, -1)
         counts = torch.bincount(experts.flatten(), minlength=EXPERTS)
         self.load += counts
-        balance = EXPERTS * (counts.to(x.dtype) / experts.numel() * probs.mean(0)).sum()
-        return x + put(self, flat, experts, weights).view(x.shape) + balance
+        return x + put(self, flat, experts, weights).view(x.shape)
 
 
 def test_groups_are_of_tokens_and_counts_of_rows() -> None:
