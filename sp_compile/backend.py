@@ -20,7 +20,7 @@ from sp_compile.analysis.packed_inputs import read_packed_inputs
 from sp_compile.analysis.refusals import tell_rows
 from sp_compile.capture import install, require_tested, set_backend
 from sp_compile.capture.checkpoint import inline_checkpoints
-from sp_compile.capture.data_sizes import is_sized_by_data, switch_back, watch_traces
+from sp_compile.capture.data_sizes import is_sized_by_data, switch_back
 from sp_compile.capture.graphs import is_module_state, placeholders
 from sp_compile.capture.local_sums import functional_sums
 from sp_compile.capture.numbers import freeze_numbers
@@ -29,6 +29,7 @@ from sp_compile.capture.size_checks import without_size_checks
 from sp_compile.capture.split_graphs import split_refusal
 from sp_compile.capture.torch_attention import mark_attention
 from sp_compile.capture.torch_convolutions import mark_convolutions
+from sp_compile.capture.traces import watch_traces
 from sp_compile.capture.transforms import refuse_transforms, restored_levels
 from sp_compile.debug import dump
 from sp_compile.errors import InvalidOption
@@ -44,6 +45,7 @@ from sp_compile.passes.runner import PassRecord, run_passes
 from sp_compile.passes.share_prefixes import SharePrefixes
 from sp_compile.passes.sink_unpacking import SinkUnpacking
 from sp_compile.passes.stage import Context, Pass, origin_of
+from sp_compile.sharing import packed_tokens, tokens_in_force
 
 
 def pipeline(options: Options) -> list[Pass]:
@@ -134,12 +136,11 @@ def shared_prefix(
         options: see `sp_compile.options.Options`.
     """
     from sp_compile.region import make_region
-    from sp_compile.sharing import packed_tokens
 
     chosen = option_parser.parse(options)
     require_tested(module)
     again, split = install(), split_refusal(values)
-    watch_traces()
+    watch_traces(tokens_in_force)
     if split is None:
         given = [
             v
@@ -161,4 +162,4 @@ def shared_prefix(
 
 set_backend(shared_prefix)
 install()
-watch_traces()
+watch_traces(tokens_in_force)

@@ -69,6 +69,12 @@ def packed_tokens(tensors: Sequence[Tensor] = ()) -> int | None:
     return None if forest is None else forest.num_tokens
 
 
+def tokens_in_force() -> int | None:
+    """T of the forest of a forward pass inside of `share`, else None; unlike `packed_tokens`, it remembers nothing."""
+    forest = _current.get()
+    return None if forest is None or calls.in_backward() else forest.num_tokens
+
+
 def require_plan(forest: Forest | None, group: Any) -> None:
     """Raises unless a call's forest is that of a rank exactly if the region was compiled for the ranks of `group`.
 

@@ -2,14 +2,11 @@
 
 `torch._dynamo.config.capture_dynamic_output_shape_ops` has it go on. It is switched on while Dynamo traces for this backend, and only then;
 a capture that cannot be shared so is repeated without it, so that what runs densely is what runs without this package.
-
-Who a trace is made for is not told when it starts; it is read off the frames of Dynamo's own `_compile`.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from typing import Any
 
@@ -19,36 +16,8 @@ from torch._dynamo.exc import Unsupported
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from sp_compile.capture.graphs import example_of
-from sp_compile.capture.polyfills import is_ours
 
 _state = threading.local()
-
-
-class _Lasting(list[Any]):
-    """Callbacks, of which those given here survive `torch._dynamo.reset()`: the first trace after it is like every other."""
-
-    def __init__(self, items: list[Any], kept: Any) -> None:
-        super().__init__(items)
-        self.kept = kept
-        self.append(kept)
-
-    def clear(self) -> None:
-        super().clear()
-        self.append(self.kept)
-
-
-def watch_traces() -> None:
-    """Has every later trace of Dynamo begin with `_begin` and end with `switch_back`. Any number of calls is like one."""
-    handler: Any = torch._dynamo.callback.callback_handler
-    if not any(callback is _begin for callback in handler.start_callbacks):
-        handler.start_callbacks = _Lasting(handler.start_callbacks, _begin)
-        handler.end_callbacks = _Lasting(handler.end_callbacks, switch_back)
-
-
-def _begin(_: object = None) -> None:
-    switch_back()
-    if is_ours(_compiler()):
-        switch_on()
 
 
 def switch_on() -> None:
@@ -71,16 +40,6 @@ class _Undecided(GuardOnDataDependentSymNode, Unsupported):
     def __init__(self, error: GuardOnDataDependentSymNode) -> None:
         Unsupported.__init__(self, str(error), "a size depends on data")
         self.cond = error.cond
-
-
-def _compiler() -> Any:
-    """The compile function of the trace that begins; None if it cannot be found."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
-            return frame.f_locals.get("compiler_fn")
-        frame = frame.f_back
-    return None
 
 
 def switch_back(_: object = None) -> bool:

@@ -1,8 +1,9 @@
 """Symbolic rows and columns without any user flag: a static capture is repeated with the token inputs marked dynamic.
 
-Dynamo captures the first call with static sizes, in which 4 rows and 4 heads look alike. Raising its own restart exception from the
-backend makes it trace again; the marks are taken off the user's tensors by the second capture. Two dimensions of one size would get one
-symbol ("duck shaping"), so that is switched off for the retrace.
+Dynamo captures the first call with static sizes, in which 4 rows and 4 heads look alike. Where a traced function's arguments tell rows
+and columns they are marked before it is traced (`expect_symbols`). Else raising Dynamo's own restart exception from the backend makes it
+trace again; the marks are taken off the user's tensors by the next capture. Two dimensions of one size would get one symbol ("duck
+shaping"), so that is switched off for these traces.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = 
         so, `capture_broken` repeats it.
     """
     last = finish_restart()
-    was_restart = last is not None
+    was_restart = last is not None and not last.expected
+    early = last.chosen if last is not None and last.expected else []
     goes_on = switch_back()
     if tokens is not None:
         _ensure_symbolic_tokens(graph, values, again, tokens, was_restart)
@@ -60,9 +62,12 @@ def ensure_symbolic(graph: torch.fx.Graph, values: Sequence[Any], again: bool = 
         _state.last = last
         return goes_on and holds_data_sizes(graph)
     if symbolic and not fixed:
-        raise _retrace([], "capture again with polyfills, or with one symbol per size", goes_on=goes_on)
+        raise _retrace(early, "capture again with polyfills, or with one symbol per size", goes_on=goes_on)
     rows, columns = fixed[0].shape
-    chosen = [(t, [d for d, size in enumerate(t.shape) if size > 1 and size in (rows, columns)]) for t in marked.values()]
+    chosen: list[tuple[torch.Tensor, Sequence[int]]] = [
+        (t, [d for d, size in enumerate(t.shape) if size > 1 and size in (rows, columns)]) for t in marked.values()
+    ]
+    chosen += [(t, dims) for t, dims in early if not any(t is other for other, _ in chosen)]
     raise _retrace(chosen, "capture rows and columns as symbols", _holds_numbers(graph), goes_on)
 
 
@@ -83,6 +88,7 @@ def _ensure_symbolic_tokens(graph: torch.fx.Graph, values: Sequence[Any], again:
             chosen.append((value, dims))
             fixed = fixed or any(not is_symbolic(example.shape[dim]) for dim in dims)
     if not was_restart and (fixed or again):
+        # whatever was marked before the first trace is among them
         raise _retrace(chosen, "capture the number of tokens as a symbol", _holds_numbers(graph))
 
 
@@ -100,6 +106,7 @@ class _Restart:
         numbers: lengths of block masks were, too.
         kept: the marks that the tensors had before.
         duck, sources: settings of torch before.
+        expected: the trace is a first one, marked before it began.
     """
 
     chosen: Sequence[tuple[torch.Tensor, Sequence[int]]]
@@ -107,13 +114,21 @@ class _Restart:
     kept: list[tuple[torch.Tensor, dict[str, Any]]]
     duck: bool
     sources: str
+    expected: bool = False
 
 
 def _retrace(chosen: Sequence[tuple[torch.Tensor, Sequence[int]]], reason: str, numbers: bool = False, goes_on: bool = False) -> Exception:
     """Marks dimensions, and the lengths of block masks if asked, as dynamic until the next capture; gives the exception that starts it."""
+    _mark(chosen, numbers)
+    if goes_on:
+        switch_on()
+    return _restart(reason)
+
+
+def _mark(chosen: Sequence[tuple[torch.Tensor, Sequence[int]]], numbers: bool, expected: bool = False) -> None:
     handler: Any = torch._dynamo.callback.callback_handler
     if finish_restart not in handler.end_callbacks:
-        # a retrace that never reaches the backend must not leave marks or settings behind
+        # a trace that never reaches the backend must not leave marks or settings behind
         handler.register_end_callback(finish_restart)
     kept: list[tuple[torch.Tensor, dict[str, Any]]] = []
     for tensor, dims in chosen:
@@ -121,13 +136,43 @@ def _retrace(chosen: Sequence[tuple[torch.Tensor, Sequence[int]]], reason: str, 
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     sources = torch.compiler.config.dynamic_sources
-    _state.pending = _Restart(chosen, numbers, kept, fx_config.use_duck_shape, sources)
+    _state.pending = _Restart(chosen, numbers, kept, fx_config.use_duck_shape, sources, expected)
     fx_config.use_duck_shape = False
-    if goes_on:
-        switch_on()
     if numbers:
         torch.compiler.config.dynamic_sources = ",".join(filter(None, (sources, _LENGTHS)))
-    return _restart(reason)
+
+
+def expect_symbols(arguments: Any, tokens: int | None = None) -> None:
+    """Marks rows and columns of a function's arguments as dynamic before it is traced, which saves a trace with numbers for them.
+
+    Only where the token inputs are plain to see: two-dimensional tensors of integers, all of one shape, of more than one row and column.
+
+    Args:
+        arguments: the traced function's local variables by name, in any nesting of dictionaries, lists and tuples.
+        tokens: T if the inputs are packed, else None.
+    """
+    tensors: list[torch.Tensor] = []
+    _gather(arguments, tensors, 3)
+    if tokens is not None:
+        found = [(t, token_dims(t.shape, tokens)) for t in tensors if tokens > 1]
+    else:
+        tensors = [t for t in tensors if not t.requires_grad]
+        shapes = {t.shape for t in tensors if t.dim() == 2 and not t.is_floating_point() and not t.is_complex()}
+        rows_columns = next(iter(shapes)) if len(shapes) == 1 else ()
+        known = rows_columns if rows_columns and min(rows_columns) > 1 else ()
+        found = [(t, [d for d, size in enumerate(t.shape) if size > 1 and size in known]) for t in tensors]
+    if any(dims for _, dims in found):
+        _mark([(t, dims) for t, dims in found if dims], numbers=False, expected=True)
+
+
+def _gather(value: Any, found: list[torch.Tensor], depth: int) -> None:
+    """Plain tensors that are no parameters, each once."""
+    if type(value) is torch.Tensor:
+        if not any(value is other for other in found):
+            found.append(value)
+    elif depth and isinstance(value, dict | list | tuple) and len(value) <= 64:
+        for item in value.values() if isinstance(value, dict) else value:
+            _gather(item, found, depth - 1)
 
 
 def _fixed_tokens(graph: torch.fx.Graph, given: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import dataclasses
+from typing import Any, cast
 
 import sympy
 import torch
@@ -12,6 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._pytree import tree_leaves
 
 from sp_compile.analysis.inputs import GraphInputs
 from sp_compile.analysis.state import preserved_global_state
@@ -23,6 +25,7 @@ from sp_compile.passes import markers
 from sp_compile.passes.stage import Context, Input, Source, input_of, origin_of
 
 _TOKENS_HINT = 1009
+_KEY = "val_of"
 
 
 class Shapes:
@@ -34,6 +37,7 @@ class Shapes:
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # over symbols, checking a cached result costs more than computing it
         self.symbols: dict[str, torch.SymInt] = {}
+        self.given: dict[Input, Any] = {}
         # what the first call fits, such as a table of positions that is cut to L, has to fit here
         sizes = [
             s for fake in inputs.fakes for s in (fake.shape if isinstance(fake, torch.Tensor) else [fake]) if isinstance(s, torch.SymInt)
@@ -54,6 +58,12 @@ class Shapes:
         return self.symbols[name]
 
     def value(self, given: Input) -> Any:
+        """The fake of an input of the rewritten graph, always the same one."""
+        if given not in self.given:
+            self.given[given] = self._made(given)
+        return self.given[given]
+
+    def _made(self, given: Input) -> Any:
         if given.source is Source.TOKENS:
             return self.symbol("T")
         if given.source in (Source.ROWS, Source.COLUMNS):
@@ -90,7 +100,7 @@ class _Propagate(torch.fx.Interpreter):
 
     def __init__(self, graph: torch.fx.Graph, module: torch.fx.GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(module)
-        self.graph, self.mode = graph, mode
+        self.graph, self.mode, self.kept = graph, mode, 0
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = self.fetch_attr(target)
@@ -105,9 +115,37 @@ class _Propagate(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: torch.fx.Node) -> Any:
+        if n.op not in ("call_function", "call_method"):
+            value = n.meta["val"] = super().run_node(n)
+            return value
+        operands: Any = torch.fx.map_arg((n.args, n.kwargs), lambda operand: cast(Any, _Same(self.env[operand])))
+        made_of = (n.target, *_switches(), operands)
+        value = n.meta.get("val")
+        if n.meta.get(_KEY) == made_of and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            self.kept += 1
+            return value
         value = super().run_node(n)
-        n.meta["val"] = value
+        n.meta["val"], n.meta[_KEY] = value, made_of
         return value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Same:
+    """A value that equals nothing but the very same object, and keeps it alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _switches() -> tuple[Any, ...]:
+    """The state of torch that a node's result depends on besides its operands."""
+    cast = (f(device) for device in ("cpu", "cuda") for f in (torch.is_autocast_enabled, torch.get_autocast_dtype))
+    return (torch.is_grad_enabled(), *cast)
 
 
 def _scan(kind: str, tensors: tuple[Any, ...], final: Any, options: dict[str, Any]) -> Any:
@@ -123,6 +161,8 @@ def _scan(kind: str, tensors: tuple[Any, ...], final: Any, options: dict[str, An
 def propagate(graph: torch.fx.Graph, module: torch.fx.GraphModule, context: Context) -> Shapes:
     """Set `meta["val"]` of every node to a fake value over T, B and L, and check that packed nodes have the shapes the analysis promised.
 
+    What an earlier call found out is kept, in `context` and on the nodes: nodes with the operands they had then are not run again.
+
     Returns:
         The symbols in which the values are written.
 
@@ -131,16 +171,23 @@ def propagate(graph: torch.fx.Graph, module: torch.fx.GraphModule, context: Cont
     """
     inputs = context.analysis.inputs
     assert inputs is not None, "the outermost graph has inputs"
-    shapes = Shapes(inputs)
+    shapes = context.shapes if isinstance(context.shapes, Shapes) and context.shapes.inputs is inputs else Shapes(inputs)
     values = [shapes.value(input_of(node)) for node in graph.nodes if node.op == "placeholder"]
     with contextlib.ExitStack() as stack:
         for manager in (preserved_global_state(), torch.no_grad(), enable_python_dispatcher(), shapes.mode):
             stack.enter_context(manager)
-        _Propagate(graph, module, shapes.mode).run(*values)
+        runner = _Propagate(graph, module, shapes.mode)
+        runner.run(*values)
     fixed = [name for name, symbol in shapes.symbols.items() if name in "TBL" and symbol.node.expr in shapes.env.replacements]
+    if fixed and runner.kept:  # trials of a pass may have fixed it, in the same environment
+        context.shapes = None
+        for node in graph.nodes:
+            node.meta.pop(_KEY, None)
+        return propagate(graph, module, context)
     if fixed:
         raise StageError(f"the rewritten graph works for one size of {fixed} only")
     _check(graph, context, shapes)
+    context.shapes = shapes
     return shapes
 
 
@@ -148,6 +195,11 @@ def _check(graph: torch.fx.Graph, context: Context, shapes: Shapes) -> None:
     by_name = {node.name: info for node, info in context.analysis.nodes.items()}
     symbols = context.analysis.symbols
     t, b, length = (shapes.symbol(n).node.expr for n in ("T", "B", "L"))
+    expected: dict[tuple[Any, ...], sympy.Expr] = {}
+
+    def differ(wanted: sympy.Expr, got: sympy.Expr, known: set[Any]) -> bool:
+        return wanted != got and not (wanted - got).free_symbols - known and sympy.simplify(wanted - got) != 0
+
     for node in graph.nodes:
         origin = origin_of(node)
         if origin is None or not isinstance(node.meta.get("val"), torch.Tensor) or origin.dense not in by_name:
@@ -157,13 +209,14 @@ def _check(graph: torch.fx.Graph, context: Context, shapes: Shapes) -> None:
             continue
         tokens = shapes.symbol(f"T@{origin.ahead}-{origin.cut}").node.expr + origin.cut if origin.ahead or origin.cut else t
         small = {symbols.batch: 1, symbols.columns: tokens} if origin.packed else {symbols.batch: b, symbols.columns: length}
-        wanted = [_expr(size).subs(small, simultaneous=True) for size in dense.shape]
+        wanted = []
+        for size in map(_expr, dense.shape):
+            if (size, origin.packed, tokens) not in expected:
+                expected[size, origin.packed, tokens] = size.subs(small, simultaneous=True)
+            wanted.append(expected[size, origin.packed, tokens])
         got = [_expr(size) for size in node.meta["val"].shape]
-        if len(wanted) != len(got) or any(
-            sympy.simplify(a - c) != 0
-            for a, c in zip(wanted, got, strict=True)
-            if not (a - c).free_symbols - {t, b, length, *tokens.free_symbols}
-        ):
+        known = {t, b, length, *tokens.free_symbols}
+        if len(wanted) != len(got) or any(differ(a, c, known) for a, c in zip(wanted, got, strict=True)):
             raise StageError(f"node {node.name} should be {wanted}, but is {got} (from dense node {origin.dense})")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.fx
 
@@ -135,6 +135,7 @@ class Context:
         refined: the refined forests that are used, (columns ahead, last columns left out); filled by `share_prefixes`.
         unpacked: dense nodes whose rows a later op needs, with the op; filled by `share_prefixes`.
         kernels: op to implementation and reason; filled by `select_kernels`.
+        shapes: the fakes of the graph's inputs (`metadata.Shapes`), once a pass needed any.
     """
 
     analysis: Analysis
@@ -149,6 +150,7 @@ class Context:
     refined: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     unpacked: list[str] = dataclasses.field(default_factory=list)
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    shapes: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

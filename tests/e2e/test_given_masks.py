@@ -130,7 +130,7 @@ def test_given_pairs(form: str) -> None:
     assert sp_compile.last_run().compiles == 1
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", [pytest.param("sdpa", marks=pytest.mark.slow), "eager"])
 def test_given_to_a_library(implementation: str) -> None:
     """Hugging Face hands a 4-D mask on as it is."""
     torch._dynamo.reset()

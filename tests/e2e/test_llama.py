@@ -9,7 +9,7 @@ from tests.e2e.scenarios import Batch
 
 pytest.importorskip("transformers")
 
-QUICK = {("aot_eager", "attention_mask+labels"), ("aot_eager", "position_ids"), ("aot_eager", ""), ("inductor", "attention_mask+labels")}
+QUICK = {("aot_eager", "attention_mask+labels"), ("aot_eager", "position_ids"), ("inductor", "attention_mask+labels")}
 
 
 @pytest.mark.parametrize("inner, batch", sweep.cases(models.llama, QUICK))

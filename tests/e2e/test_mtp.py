@@ -111,8 +111,12 @@ def test_equals_dense(depth: int, masked: bool, forest: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"detach": True, **PLAIN}, {"per_token": True, **PLAIN}, {"body": "*", "head_block": "-"}, {"depth": 1}],
-    ids=["detached", "per token", "without attention", "experts and masks"],
+    [
+        pytest.param({"detach": True, **PLAIN}, id="detached", marks=pytest.mark.slow),
+        pytest.param({"per_token": True, **PLAIN}, id="per token"),
+        pytest.param({"body": "*", "head_block": "-"}, id="without attention", marks=pytest.mark.slow),
+        pytest.param({"depth": 1}, id="experts and masks"),
+    ],
 )
 def test_variants_equal_dense(changes: dict[str, Any]) -> None:
     account = check("ragged", True, **changes)
@@ -161,7 +165,7 @@ def test_switched_off_and_in_evaluation() -> None:
 
 
 def test_heads_do_not_move_the_main_logits() -> None:
-    _, _, call = models(depth=2)
+    _, _, call = models(depth=2, **PLAIN)
     ids, real, _ = FORESTS["ragged"]
     with torch.no_grad():
         on, off = call(ids, attention_mask=real)[0], call(ids, attention_mask=real, predict=False)[0]

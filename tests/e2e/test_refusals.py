@@ -237,7 +237,7 @@ def test_inputs_embeds_runs_densely(trainable: bool) -> None:
         call(**batch.inputs)
 
 
-@pytest.mark.parametrize("make", [models.gpt, models.rope])
+@pytest.mark.parametrize("make", [models.gpt, pytest.param(models.rope, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_unshared_batch_has_the_inner_compilers_bits(make: Callable[[], nn.Module], inner: str) -> None:
     ids, _, _ = scenarios.right_padded(scenarios.different())
