@@ -21,7 +21,7 @@ from sp_compile.analysis.refusals import tell_rows
 from sp_compile.capture import install, require_tested, set_backend
 from sp_compile.capture.checkpoint import inline_checkpoints
 from sp_compile.capture.data_sizes import is_sized_by_data, switch_back
-from sp_compile.capture.graphs import is_module_state, placeholders
+from sp_compile.capture.graphs import find_held_batch, is_module_state, placeholders
 from sp_compile.capture.local_sums import functional_sums
 from sp_compile.capture.numbers import freeze_numbers
 from sp_compile.capture.shapes import capture_broken, ensure_symbolic
@@ -141,6 +141,7 @@ def shared_prefix(
     require_tested(module)
     again, split = install(), split_refusal(values)
     watch_traces(tokens_in_force)
+    find_held_batch(module.graph)
     if split is None:
         given = [
             v

@@ -55,14 +55,15 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         raise InvalidOption(f"unknown options {unknown}; known options are {sorted(known)}")
     for name in ("kernels", "disable"):
         if name in values:
-            items = (values[name],) if isinstance(values[name], str) else tuple(values[name])
-            if not all(isinstance(item, str) for item in items):
-                raise InvalidOption(f"option {name} takes names, got {values[name]!r}")
-            values[name] = items
+            given_names = values[name]
+            items = (given_names,) if isinstance(given_names, str) else given_names
+            if not isinstance(items, list | tuple | set | frozenset) or not all(isinstance(item, str) for item in items):
+                raise InvalidOption(f"option {name} takes names, got {given_names!r}")
+            values[name] = tuple(items)
     if not isinstance(values.get("strict", False), bool):
         raise InvalidOption(f"option strict takes True or False, got {values['strict']!r}")
     sharing = values.get("min_sharing", 1.0)
-    if isinstance(sharing, bool) or not isinstance(sharing, int | float) or sharing < 1:
+    if isinstance(sharing, bool) or not isinstance(sharing, int | float) or not sharing >= 1:
         raise InvalidOption(f"option min_sharing takes a number of at least 1 (logical over physical tokens), got {sharing!r}")
     if values.get("inner", "inductor") not in ("inductor", "aot_eager", "eager"):
         raise InvalidOption(f"option inner takes 'inductor', 'aot_eager' or 'eager', got {values['inner']!r}")

@@ -47,17 +47,28 @@ class PackedGraph:
     def records(self) -> list[PassRecord]:
         return self.shared.records
 
-    def call(self, values: Sequence[Any], forest: Forest) -> Any:
+    def bucket(self, values: Sequence[Any], forest: Forest) -> Bucket:
+        """The compiled form for these inputs, made on first use."""
         sizes, trained = self._sizes(values, forest), trained_in(values)
-        bucket = next((bucket for bucket in self.buckets if bucket.accepts(sizes, trained)), None)
-        if bucket is None:
+        found = self._accepting(sizes, trained)
+        if found is not None:
+            return found
+        with LOCK:
+            found = self._accepting(sizes, trained)  # another thread may have made it
+            if found is not None:
+                return found
             if len(self.buckets) >= self.most:
                 raise RuntimeError(f"the inner compiler specialised this graph to {self.most} ranges of sizes already; sizes are {sizes}")
             specs = [self._spec(given, values, forest) for given in self.given]
-            with LOCK:
-                bucket = compile_bucket(self.shared.graph, specs, sizes, self.inner, trained)
-                self.buckets.append(bucket)
-        return bucket.call(*(self._value(given, values, forest) for given in self.given))
+            made = compile_bucket(self.shared.graph, specs, sizes, self.inner, trained)
+            self.buckets.append(made)
+            return made
+
+    def _accepting(self, sizes: dict[str, int], trained: tuple[bool, ...]) -> Bucket | None:
+        return next((bucket for bucket in self.buckets if bucket.accepts(sizes, trained)), None)
+
+    def feed(self, values: Sequence[Any], forest: Forest) -> list[Any]:
+        return [self._value(given, values, forest) for given in self.given]
 
     def _sizes(self, values: Sequence[Any], forest: Forest) -> dict[str, int]:
         sizes = {"T": forest.num_tokens, "B": forest.num_rows, "L": forest.num_columns}

@@ -19,7 +19,7 @@ from sp_compile.blocks import BlockTables, find_block_tables
 from sp_compile.capture.dense_graph import without_sites
 from sp_compile.capture.graphs import example_of, is_symbolic, placeholders, size_name
 from sp_compile.capture.numbers import unchanged
-from sp_compile.debug import account, regions
+from sp_compile.debug import account, calls, regions
 from sp_compile.errors import CannotShare, InvalidOption, NothingToShare, SharedPrefixError
 from sp_compile.hidden import HiddenQueries, find_hidden_queries
 from sp_compile.inner import LOCK, Bucket, TensorSpec, compile_bucket, trained_in
@@ -36,6 +36,8 @@ MAX_BUCKETS = 8
 """Compiled forms kept per graph; more means that sizes are specialised on every call, which would never end."""
 MAX_REFUSALS = 8
 """Refused readings per graph; after as many, no other one is tried."""
+
+_KEPT = "padding is computed: a part of the compiled function that is not in this graph may read it"
 
 
 def make_region(
@@ -114,6 +116,7 @@ class Region:
         self.variants: list[Variant] = []
         self.dense_buckets: list[Bucket] = []
         self.warned: set[str] = set()
+        self.goes_on = bool(getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False))
         self.number = regions.register(self, module)
         self.packed = PackedGraphs(
             module, lambda values, tokens: compile_region(module, values, options, tokens), options.inner, MAX_BUCKETS
@@ -193,7 +196,8 @@ class Region:
             return self._run_dense(values, note=variant.refusal.reason) if single else self._run_dense(values, idle=True)
         if variant.refusal is not None:
             return self._run_dense(values, refused=str(variant.refusal))
-        forest = self._forest(variant, values)
+        inside = self.goes_on or not calls.returns_to_caller()
+        forest = self._forest(variant, values, None if inside else variant.padding)
         if forest.sharing < self.options.min_sharing or forest.num_tokens < 2:
             little = f"sharing {forest.sharing:.3f} is below min_sharing {self.options.min_sharing}"
             return self._run_dense(values, forest=forest, note=little + self._keys_note(variant))
@@ -202,7 +206,7 @@ class Region:
             return self._run_dense(values, refused=str(unfit))
         bucket = self._bucket(variant, values, forest)
         assert variant.shared is not None, "a variant without refusal is shared"
-        account.record(self, values, forest=forest, variant=variant)
+        account.record(self, values, forest=forest, variant=variant, note=_KEPT if inside and variant.padding is not None else "")
         return bucket.call(*self._feed(variant, values, forest))
 
     def _unfit(self, variant: Variant, values: Sequence[Any], forest: Forest) -> CannotShare | None:
@@ -228,13 +232,14 @@ class Region:
             return self._run_dense(values, forest=forest, note="there are no tokens")
         with LOCK:
             form = self.packed.form(values, forest)
+        bucket = form.bucket(values, forest)
         account.record(self, values, forest=forest, variant=form)
-        return form.call(values, forest)
+        return bucket.call(*form.feed(values, forest))
 
     @staticmethod
-    def _forest(variant: Variant, values: Sequence[Any]) -> Forest:
+    def _forest(variant: Variant, values: Sequence[Any], padding: Padding | None) -> Forest:
         assert variant.shared is not None, "a variant without refusal is shared"
-        return make_forest(variant.shared.inputs, variant.shared.context, variant.padding, values)
+        return make_forest(variant.shared.inputs, variant.shared.context, padding, values)
 
     def _sizes(self, variant: Variant, values: Sequence[Any], forest: Forest) -> dict[str, int]:
         assert variant.shared is not None, "a variant without refusal is shared"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,19 +50,35 @@ def blocking_number(node: torch.fx.Node, value: object) -> float | None:
     return number if is_blocking(number) else None
 
 
+_HELD = "sp_held_batch"
+_MODULES = ("NNModuleSource", "UnspecializedNNModuleSource", "UnspecializedBuiltinNNModuleSource")
+
+
 def is_module_state(node: torch.fx.Node) -> bool:
-    """Whether an input is a parameter or buffer of a module."""
+    """Whether an input is a parameter or buffer of a module, or another tensor that a module holds, unless it is the batch."""
+    if node.meta.get(_HELD):
+        return False
+    return any(name in (*_MODULES, "UnspecializedParamBufferSource") for name in _sources(node))
+
+
+def _sources(node: torch.fx.Node) -> Iterator[str]:
     base = getattr(node, "_dynamo_source", None)
     while base is not None:
-        if type(base).__name__ in (
-            "UnspecializedParamBufferSource",
-            "NNModuleSource",
-            "UnspecializedNNModuleSource",
-            "UnspecializedBuiltinNNModuleSource",
-        ):
-            return True
+        yield type(base).__name__
         base = getattr(base, "base", None)
-    return False
+
+
+def find_held_batch(graph: torch.fx.Graph) -> None:
+    """Marks the token inputs of a module that keeps its batch as attributes, if no argument can be one."""
+
+    def may_be_tokens(node: torch.fx.Node) -> bool:
+        value = example_of(node)
+        return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point() and not value.is_complex()
+
+    found = [node for node in placeholders(graph) if may_be_tokens(node)]
+    if all(map(is_module_state, found)):
+        for node in found:
+            node.meta[_HELD] = "UnspecializedParamBufferSource" not in _sources(node)
 
 
 def token_dims(sizes: Sequence[int], tokens: int) -> list[int]:

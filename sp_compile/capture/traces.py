@@ -47,6 +47,11 @@ def watch_traces(tokens: Callable[[], int | None]) -> None:
         handler.end_callbacks = _Lasting(handler.end_callbacks, _end)
 
 
+def packed_tokens() -> int | None:
+    """T if the inputs of the call in progress are packed, else None."""
+    return None if _tokens is None else _tokens()
+
+
 def _begin(_: object = None) -> None:
     _end()
     compiler, given = _trace()
@@ -54,7 +59,7 @@ def _begin(_: object = None) -> None:
         # over symbols, checking a cached fake costs more than making it
         _state.cached = torch._dynamo.config.fake_tensor_cache_enabled
         torch._dynamo.config.fake_tensor_cache_enabled = False
-        expect_symbols(given, _tokens() if _tokens is not None else None)
+        expect_symbols(given, packed_tokens())
         switch_on()
 
 

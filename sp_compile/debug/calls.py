@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import sys
 import types
 from collections.abc import MutableMapping
 from typing import Any
 
 import torch
+
+_INTERNAL = tuple(str(pathlib.Path(file).parent) + os.sep for file in (torch.__file__, str(pathlib.Path(__file__).parent)))
+"""Folders of torch and of this package."""
 
 _MODULE_CALL, _WRAPPED_CALL = torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__
 
@@ -31,6 +36,23 @@ def space() -> MutableMapping[str, Any] | None:
         frame = frame.f_back
     # A frame keeps keys that are no variables of its function: specified by PEP 667, and true before it.
     return None if found is None else found.f_locals
+
+
+def returns_to_caller() -> bool:
+    """Whether the compiled graph that runs belongs to the function that was compiled itself. Else more of that function's code runs after
+    it, uncompiled or in another graph: behind a graph break, or around a function that was compiled on its own because of one."""
+    traced = False
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            return True
+        if not code.co_filename.startswith(_INTERNAL):
+            if traced:
+                return False
+            traced = True
+        frame = frame.f_back
+    return True  # called without Dynamo
 
 
 def in_backward() -> bool:

@@ -6,6 +6,12 @@ Columns, depth-first order and counts are those of the whole pack. What only the
     rank_send, rank_place, rank_send_back, rank_place_back, rank_queries    [S] see `RankPlan.tensors`
     rank_splits                                                            [2, C] on the host
     rank_end, rank_column                                                  [T'] of the padded pack
+    rank_prev [S], rank_final, rank_entered, rank_chain_K                  for recurrences
+    rank_state_send, rank_state_splits, rank_state_rows                    likewise; the last two on the host
+    rank_halo_W, rank_halo_send_W, rank_halo_splits_W, rank_halo_rows_W    for convolutions; the last two on the host
+
+Paths enter the rank with external states: 0 is that of paths that begin in the rank, 1 + e that of entry e of the plan. `rank_prev` and
+the plans of chunks name them.
 """
 
 from __future__ import annotations
@@ -13,15 +19,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from threading import Lock
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from sp_compile.errors import StaleRoute
+from sp_compile.layout.chunks import EMPTY
 from sp_compile.layout.forest import Forest
 from sp_compile.layout.rank_plans import RankPlan
-from sp_compile.layout.tensors import register
+from sp_compile.layout.tensors import build_array, register, registered
 
 PREFIX = "rank_"
 
@@ -62,11 +70,20 @@ class LocalForest(Forest):
 
     def tensors(self, names: Sequence[str], device: torch.device | str) -> tuple[torch.Tensor, ...]:
         """As `Forest.tensors`; `count` is 0 for padding, and the plan's tensors have names of their own."""
-        ours = [name for name in names if name.startswith(PREFIX) or name == "count"]
-        made = dict(zip(ours, self.plan.tensors([name.removeprefix(PREFIX) for name in ours], device), strict=True))
+        ours = [name for name in names if name.startswith((PREFIX, "chunks_")) or name == "count"]
+        made = dict(zip(ours, self.plan.tensors([_of_plan(name) for name in ours], device, self._array), strict=True))
         others = [name for name in names if name not in made]
         made |= dict(zip(others, super().tensors(others, device), strict=True))
         return tuple(made[name] for name in names)
+
+    def _array(self, name: str) -> Any:
+        if not name.startswith("chunks_"):
+            return self.plan.array(name)
+        chunks = build_array(self, name)
+        slots, starts = chunks[:, 1:], np.flatnonzero(chunks[:, 0] < 0)
+        first = slots[starts, (slots[starts] != EMPTY).argmax(1)]
+        chunks[starts, 0] = self.plan.prev[np.where(first < 0, -2 - first, first)]
+        return chunks
 
     @cached_property
     def _key(self) -> bytes:
@@ -79,14 +96,51 @@ class LocalForest(Forest):
         return LocalForest.of, (self.plan,)
 
 
+def _of_plan(name: str) -> str:
+    """The plan's name of a tensor of a width: halo@4 for rank_halo_4."""
+    own = name.removeprefix(PREFIX)
+    base, _, width = own.rpartition("_")
+    return f"{base}@{width}" if own != name and width.isdigit() else own
+
+
 def _of_no_rank(forest: Forest) -> NoReturn:
     raise StaleRoute(
         "context parallel: expected the plan of a rank, got a forest alone; call inside of share(plan_over_ranks(forest, group))"
     )
 
 
-for _name in ("send", "place", "send_back", "place_back", "queries"):
-    register(PREFIX + _name, _of_no_rank)
-for _name in ("end", "column"):
-    register(PREFIX + _name, _of_no_rank, ("rank_T",))
-register(PREFIX + "splits", _of_no_rank, (2, "rank_C"), host=True)
+_SHAPES: dict[str, tuple[int | str, ...]] = {
+    **dict.fromkeys(("send", "place", "send_back", "place_back", "queries", "prev"), ("T",)),
+    **dict.fromkeys(("end", "column"), ("rank_T",)),
+    "final": ("rank_final",),
+    "entered": ("rank_entered",),
+    "state_send": ("rank_state_send",),
+}
+for _name, _shape in _SHAPES.items():
+    register(PREFIX + _name, _of_no_rank, _shape)
+for _name in ("splits", "state_splits"):
+    register(PREFIX + _name, _of_no_rank, (2, "rank_C"), host=True)
+register(PREFIX + "state_rows", _of_no_rank, ("rank_state_rows",), host=True)
+
+_LOCK = Lock()
+
+
+def chain_name(links: int) -> str:
+    """Name of the chains of states, padded to a number of links; registered when it is first asked for."""
+    return _registered(f"{PREFIX}chain_{links}", ("rank_E", links))
+
+
+def halo_names(width: int) -> dict[str, str]:
+    """Names of what a convolution of `width` reads by the plan's names of it, registered when they are first asked for."""
+    names = {what: f"{PREFIX}{what}_{width}" for what in ("halo", "halo_send", "halo_splits", "halo_rows")}
+    shapes: dict[str, tuple[int | str, ...]] = {"halo": ("rank_entered", width - 1), "halo_splits": (2, "rank_C")}
+    for what, name in names.items():
+        _registered(name, shapes.get(what, (name,)), host=what in ("halo_splits", "halo_rows"))
+    return names
+
+
+def _registered(name: str, shape: tuple[int | str, ...], host: bool = False) -> str:
+    with _LOCK:
+        if name not in registered():
+            register(name, _of_no_rank, shape, host=host)
+    return name

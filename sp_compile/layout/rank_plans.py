@@ -244,32 +244,44 @@ class RankPlan:
 
     # Tensors
 
-    def tensors(self, names: Sequence[str], device: torch.device | str) -> tuple[torch.Tensor, ...]:
-        """int64 tensors on `device`, made once and shared; `splits` of an exchange stay on the host.
+    def tensors(
+        self, names: Sequence[str], device: torch.device | str, array: Callable[[str], Any] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """int64 tensors on `device`, made once and shared; `splits` and received `rows` of an exchange stay on the host.
 
-        Names: end, column, count, queries, prev, local_end, final; send, place, send_back, place_back [T' / members] and splits [2,
-        members] (sent, received) of the route into attention; state_send, state_splits, chain; halo_send@W, halo_splits@W, halo@W.
+        Names: end, column, count, queries, prev, local_end, final, entered (0 for no entry, then 1 for each [1 + E]); send, place,
+        send_back, place_back [T' / members] and splits [2, members] (sent, received) of the route into attention; state_send,
+        state_splits, state_rows, chain, chain@K (padded to K links); halo_send@W, halo_splits@W, halo_rows@W, halo@W.
+
+        Args:
+            array: makes the array of a name; None: the method of that name.
         """
         place = torch.device(device)
         missing = [name for name in names if (name, place) not in self._cache]
         fresh: dict[str, torch.Tensor] = {}
         for host in (False, True):
-            here = [name for name in missing if ("splits" in name) == host]
-            arrays = [np.array(self._array(name), dtype=np.int64) for name in here]
+            here = [name for name in missing if ("splits" in name or "rows" in name) == host]
+            arrays = [np.array((array or self.array)(name), dtype=np.int64) for name in here]
             made = tensors.upload(arrays, torch.device("cpu") if host else place) if here else []
             fresh.update(zip(here, made, strict=True))
         # Fake tensors, made while a compiler traces, must not outlive the trace.
         self._cache.update({(name, place): value for name, value in fresh.items() if type(value) is torch.Tensor})
         return tuple(fresh[name] if name in fresh else self._cache[name, place] for name in names)
 
-    def _array(self, name: str) -> Any:
+    def array(self, name: str) -> Any:
+        """What `tensors` gives under a name, on the host."""
         base, _, width = name.partition("@")
-        if base in ("halo", "halo_send", "halo_splits"):
-            fetch, table = self.halo(int(width))
-            return {"halo": table, "halo_send": fetch.send, "halo_splits": (fetch.send_sizes, fetch.receive_sizes)}[base]
-        if base in ("chain", "state_send", "state_splits"):
-            fetch, table = self.states
-            return {"chain": table, "state_send": fetch.send, "state_splits": (fetch.send_sizes, fetch.receive_sizes)}[base]
+        what, _, part = base.partition("_")
+        if base == "halo":
+            return self.halo(int(width))[1]
+        if base == "chain":
+            table = self.states[1]
+            return np.pad(table, ((0, 0), (int(width or table.shape[1]) - table.shape[1], 0)), constant_values=-1)
+        if what in ("halo", "state") and part in ("send", "splits", "rows"):
+            fetch = self.halo(int(width))[0] if what == "halo" else self.states[0]
+            return (fetch.send_sizes, fetch.receive_sizes) if part == "splits" else getattr(fetch, part)
+        if base == "entered":
+            return np.arange(1 + self.entries.size) > 0
         if base in ("send", "place", "send_back", "place_back"):
             route = self.into if "_" not in base else self.into.inverse()
             return getattr(route, base.removesuffix("_back"))
@@ -295,6 +307,11 @@ def plan_rank(
         raise InvalidShards(f"rank plan: expected a layout among {', '.join(LAYOUTS)}, got {attention!r}")
     sequence = shards.contiguous(forest, ranks, tensor_ranks)
     return RankPlan(forest, sequence, LAYOUTS[attention](forest, ranks, tensor_ranks), rank, tensor_rank)
+
+
+def most_links(ranks: int) -> int:
+    """A power of two that no chain of states over C ranks is longer than: each link lies on an earlier rank than the next."""
+    return 1 << max(ranks - 2, 0).bit_length()
 
 
 def take_local(values: torch.Tensor, plan: RankPlan, fill: float = 0) -> torch.Tensor:

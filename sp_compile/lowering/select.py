@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.fx
 
+from sp_compile.errors import InvalidOption
 from sp_compile.lowering import attention, delta_rules, registry, rows, scans  # noqa: F401  (the tables)
 from sp_compile.passes.metadata import propagate
 from sp_compile.passes.stage import Context, PassResult, Stage, forest_input, hides_input, mark_lowered, padding_of, suffix_of
@@ -34,6 +35,10 @@ class SelectKernels:
 
     def __call__(self, graph: torch.fx.Graph, context: Context) -> PassResult:
         assert context.module is not None, "the runner sets the module"
+        names = {item.name for op in registry.semantic_ops() for item in registry.implementations(op)}
+        unknown = [name for name in self.kernels if name not in names]
+        if unknown:
+            raise InvalidOption(f"option kernels names {unknown}; known implementations are {sorted(names)}")
         propagate(graph, context.module, context)
         known = set(registry.semantic_ops())
         found = [node for node in graph.nodes if node.target in known]

@@ -7,16 +7,17 @@ those of the rank's own tokens: their sum over the ranks is the gradient. Every 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sp_compile.errors import InvalidInput, InvalidShards, StaleRoute
-from sp_compile.layout.rank_plans import RankPlan
-from sp_compile.ops import causal_conv1d, layout_conversion, query_attention, rows, ssd_scan  # noqa: F401  (register the ops)
-from sp_compile.ops.numerics import accumulate_dtype
-from sp_compile.ops.ssd_scan import step_sizes
+from sp_compile.layout.rank_plans import RankPlan, most_links
+from sp_compile.ops import causal_conv1d, layout_conversion, query_attention, rows  # noqa: F401  (register the ops)
+from sp_compile.ops.dense_scans import KINDS
+from sp_compile.ops.states_over_ranks import BESIDE, TABLES, SpreadScan
 
 
 def _check_tokens(op: str, given: int, plan: RankPlan) -> None:
@@ -98,46 +99,44 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, plan: RankPlan, 
     return result
 
 
+def scan(kind: str, given: Mapping[str, Tensor | None], plan: RankPlan, group: str, **options: Any) -> Tensor:
+    """A recurrence over the ranks: one exchange of states, and of what each keeps of the one before it.
+
+    The scan runs twice: from zeros, for the states that others ask for, and from the states that enter the rank. Both run on all ranks at
+    once. States travel in accumulation dtype.
+
+    Args:
+        kind: `sp_compile::<kind>`, a recurrence of `ops/dense_scans.py`.
+        given: its tensors by name, as the op has them on [1, S]; what is left out is absent.
+        options: those of the op.
+
+    Returns:
+        The op's outputs.
+
+    Raises:
+        InvalidInput: no recurrence has that name.
+        StaleRoute: the values are of another batch than the plan.
+    """
+    if kind not in BESIDE:
+        raise InvalidInput(f"scan over ranks: expected a recurrence among {', '.join(BESIDE)}, got {kind!r}")
+    tensors = dict.fromkeys(KINDS[kind].tensors) | dict(given)
+    value = tensors[BESIDE[kind].value]
+    assert value is not None, f"{kind} has values"
+    _check_tokens(f"{kind} over ranks", value.shape[1], plan)
+    links = most_links(plan.ranks)
+    tables = dict(zip(TABLES, plan.tensors([f"chain@{links}" if name == "chain" else name for name in TABLES], value.device), strict=True))
+    (tables["end"],) = plan.tensors(["local_end"], value.device)
+    made = SpreadScan(kind, tensors, tensors, options, tables, lambda op, *args, **named: op(*args, **named))
+    result: Tensor = made.outputs(made.entering(made.exchanged(made.leaving(), group), links))
+    return result
+
+
 def ssd(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, plan: RankPlan, group: str,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    """`sp_compile::ssd_scan` over the ranks: one exchange of states, and of what each keeps of the one before it.
-
-    The scan runs twice: from zeros, for the states that others ask for, and from the states that enter the rank. Both run on all ranks at
-    once. States travel and add up in accumulation dtype.
-
-    Args:
-        x: [1, S, H, P]; dt: [1, S, H]; A: [H]; B, C: [1, S, G, N]; D: [H] or [H, P]; dt_bias: [H].
-        options: those of the op.
-
-    Returns:
-        [1, S, H, P].
-
-    Raises:
-        StaleRoute: `x` is of another batch than the plan.
-    """
-    _check_tokens("ssd over ranks", x.shape[1], plan)
-    prev, end, final = plan.tensors(("prev", "local_end", "final"), x.device)
-    send, splits, chain = plan.tensors(("state_send", "state_splits", "chain"), x.device)
-    scan, dtype, heads = torch.ops.sp_compile.ssd_scan, accumulate_dtype(x.dtype), x.shape[2]
-    shape = (x.shape[2], x.shape[3], B.shape[3])
-    own = scan(x, dt, A, B, C, D, dt_bias, prev, end, None, final, **options)[1]
-    steps = step_sizes(dt[0].to(dtype), dt_bias, options["dt_softplus"], options["dt_min"], options["dt_max"])
-    tokens = torch.arange(x.shape[1], device=x.device)
-    behind = (tokens[None] <= final[:, None]) & (final[:, None] < end[None])
-    kept = (behind.double() @ (steps.double() * A.double())).exp().to(dtype)
-    received = torch.ops.sp_compile.exchange_rows(
-        torch.cat([own.flatten(1), kept], 1), send, splits, plan.states[0].rows.size, group
-    )  # fmt: skip
-    state = received.new_zeros((chain.shape[0], *shape))
-    for link in chain.unbind(1):
-        # Every rank reads its rows, though it may have none: a rank whose backward left the exchange out would keep the others waiting.
-        row = torch.ops.sp_compile.unpack(received, link)
-        state = row[:, -heads:, None, None] * state + row[:, :-heads].unflatten(1, shape)
-    initial = torch.cat([state.new_zeros((1, *shape)), state])
-    result: Tensor = scan(x, dt, A, B, C, D, dt_bias, prev, end, initial, None, **options)[0]
-    return result
+    """`sp_compile::ssd_scan` over the ranks, see `scan`."""
+    return scan("ssd_scan", {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias}, plan, group, **options)
 
 
 def total(values: Tensor, plan: RankPlan, group: str) -> Tensor:

@@ -1,25 +1,31 @@
-"""Context parallelism: each rank computes its contiguous stretch of the pack, and tokens travel at attention only.
+"""Context parallelism: each rank computes its contiguous stretch of the pack, and tokens travel at attention, states at recurrences.
 
 What: an attention on a rank's tokens becomes one of its share of all queries, in the layout that balances the ranks' work, against the
-keys and values of all ranks. Queries are converted to that layout before it and results back behind it.
+keys and values of all ranks. Queries are converted to that layout before it and results back behind it. A causal convolution gets the last
+inputs before the rank's stretch on each path, a recurrence the states with which paths enter it (`ops/states_over_ranks.py`).
 Why it is sound: everything else works token by token, which the pass checks; attention reads tokens by their numbers in the whole pack,
-and keys gathered from the contiguous layout stand in the order of those numbers, so they need no conversion.
+and keys gathered from the contiguous layout stand in the order of those numbers, so they need no conversion. What a rank computes of a
+path depends on earlier tokens by its halo and its state alone.
 
     before   out = sp_compile.attention(q, k, v, forest_end, forest_column, None, None, None, None, scale=0.25, ...)
+             pair = sp_compile.linear_scan(a, x, forest_prev, forest_end, None, None)
     after    moved = sp_compile.convert_layout(q, forest_rank_send, forest_rank_place, ..., forest_rank_splits, 2, group, False)
              keys = sp_compile.gather_tokens(k, 2, ranks, group)        # values alike
              local = sp_compile.query_attention(moved, keys, values, forest_rank_queries, forest_rank_end, ..., scale=0.25, ...)
              out = sp_compile.convert_layout(local, ..., 2, group, True)
+             left = sp_compile.linear_scan(cat([a, a]), pad(x), forest_rank_prev, forest_end, start, forest_rank_final)[1]
+             received = sp_compile.exchange_rows(left, forest_rank_state_send, forest_rank_state_splits, ..., group)
+             pair = sp_compile.linear_scan(a, x, forest_rank_prev, forest_end, entering, None)    # from received, along chains
 
 A value that two attentions read travels once, and of a conversion back and in again nothing is left.
-Refuses: `LayoutNotAccepted`, naming the op, for what would need other ranks' tokens: reductions over tokens, recurrences, convolutions,
-position biases and masks of the whole pack, rows of the batch, the number of tokens as a value.
+Refuses: `LayoutNotAccepted`, naming the op, for what would need other ranks' tokens: reductions over tokens, segments of paths, position
+biases and masks of the whole pack, rows of the batch, the number of tokens as a value.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,9 +36,12 @@ from sp_compile.analysis.refusals import source_line
 from sp_compile.capture.checkpoint import copy_tags
 from sp_compile.capture.graphs import placeholders
 from sp_compile.errors import LayoutNotAccepted
-from sp_compile.layout.local_forest import PREFIX
+from sp_compile.layout.local_forest import PREFIX, chain_name, halo_names
+from sp_compile.layout.rank_plans import most_links
 from sp_compile.ops import layout_conversion, paths, query_attention, scans  # noqa: F401  (register the ops)
 from sp_compile.ops import tokens as tokens_ops
+from sp_compile.ops.dense_scans import KINDS
+from sp_compile.ops.states_over_ranks import BESIDE, TABLES, SpreadScan
 from sp_compile.passes.metadata import propagate
 from sp_compile.passes.stage import Context, PassResult, Source, Stage, forest_input, input_of, origin_of, set_origin
 
@@ -61,26 +70,50 @@ class InsertLayoutConversions:
         shapes = propagate(graph, context.module, context)
         _require_local(graph, context, shapes.symbol("T").node.expr)
         found = [node for node in graph.nodes if node.target is torch.ops.sp_compile.attention.default]
-        own = {given for node in found for given in node.args[3:5]}
+        mixers = [node for node in graph.nodes if node.target in _MIXERS]
+        own = {given for node in found for given in node.args[3:5]} | {_prev_of(node) for node in mixers}
         gathered: dict[Any, torch.fx.Node] = {}
         for node in found:
             self._spread(graph, node, gathered)
+        for node in mixers:
+            if _MIXERS[node.target] in BESIDE:
+                self._enter(graph, node)
+            else:
+                self._halo(graph, node)
         for node in [node for node in graph.nodes if _is_conversion(node, back=False)]:
             _cancel(graph, node)
         for node in own:
             if not node.users:
                 graph.erase_node(node)
-        return PassResult(graph, len(found))
+        return PassResult(graph, len(found) + len(mixers))
+
+    def _halo(self, graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+        """Gives a convolution the inputs that precede the rank's stretch on each path."""
+        x, weight, bias, _, _ = node.args
+        width, call, ops = int(_value(weight).shape[1]), _maker(graph, node), torch.ops.sp_compile
+        halo = None
+        if width > 1:
+            table, send, splits, rows = (forest_input(graph, name) for name in halo_names(width).values())
+            number = call(torch.ops.aten.sym_size.int, rows, 0)
+            received = call(ops.exchange_rows.default, call(torch.ops.aten.select.int, x, 0, 0), send, splits, number, self.group)
+            halo = call(ops.unpack.default, received, table)
+        node.args = (x, weight, bias, forest_input(graph, PREFIX + "prev"), halo)
+
+    def _enter(self, graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+        """Gives a recurrence the states with which paths enter the rank."""
+        kind, links = _MIXERS[node.target], most_links(self.ranks)
+        given = dict(zip(KINDS[kind].tensors, node.args, strict=False))
+        like = {name: None if tensor is None else _value(tensor) for name, tensor in given.items()}
+        tables = {name: forest_input(graph, chain_name(links) if name == "chain" else PREFIX + name) for name in TABLES}
+        _, end, _, final = node.args[len(given) :]
+        assert final is None, "packed calls ask for no final states"
+        spread = SpreadScan(kind, given, like, node.kwargs, {**tables, "end": end}, _maker(graph, node))
+        entering = spread.entering(spread.exchanged(spread.leaving(), self.group), links)
+        node.args = (*given.values(), tables["prev"], end, entering, None)
 
     def _spread(self, graph: torch.fx.Graph, node: torch.fx.Node, gathered: dict[Any, torch.fx.Node]) -> None:
         q, k, v, _, _, key_valid, segments, _, sinks = node.args
-        ops = torch.ops.sp_compile
-
-        def made(op: Any, *args: Any, **options: Any) -> torch.fx.Node:
-            with graph.inserting_before(node):
-                result = graph.call_function(op, args, options)
-            copy_tags(node, result)
-            return result
+        ops, made = torch.ops.sp_compile, _maker(graph, node)
 
         def once(op: Any, value: Any, *args: Any) -> torch.fx.Node:
             key = (op, value, args)
@@ -100,6 +133,27 @@ class InsertLayoutConversions:
             set_origin(result, origin)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
+
+
+def _maker(graph: torch.fx.Graph, node: torch.fx.Node) -> Callable[..., torch.fx.Node]:
+    """Makes calls in front of a node."""
+
+    def made(op: Any, *args: Any, **options: Any) -> torch.fx.Node:
+        with graph.inserting_before(node):
+            result = graph.call_function(op, args, options)
+        copy_tags(node, result)
+        return result
+
+    return made
+
+
+def _value(node: Any) -> torch.Tensor:
+    value: torch.Tensor = node.meta["val"]
+    return value
+
+
+def _prev_of(node: torch.fx.Node) -> Any:
+    return node.args[len(KINDS[_MIXERS[node.target]].tensors)]
 
 
 def _cancel(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
@@ -133,7 +187,8 @@ def _is_conversion(node: Any, back: bool) -> bool:
 
 # -- what may stand in the graph of a rank ------------------------------------------------------------------------------------------
 
-_MIXERS = frozenset(scans.op_of(kind) for kind in scans.FOREST) | {torch.ops.sp_compile.path_segments.default}
+_MIXERS: dict[Any, str] = {scans.op_of(kind): kind for kind in scans.FOREST}
+"""Convolutions and recurrences, with their kinds."""
 
 
 def _require_local(graph: torch.fx.Graph, context: Context, tokens: Any) -> None:
@@ -171,6 +226,8 @@ def _reads_local(node: torch.fx.Node, name: str) -> bool:
         return True
     if node.target is torch.ops.sp_compile.attention.default:
         return name == "end"
+    if node.target in _MIXERS:
+        return name in ("prev", "end")
     # What is one number for every column is gathered by column: of the rows it takes no more than how many there are.
     pattern = node.args[-1] if node.target is tokens_ops.pack else "B"
     factors = [factor for dim in str(pattern).split(" ") for factor in dim.split("*")]
@@ -183,6 +240,8 @@ def _require_tokenwise(node: torch.fx.Node, tokens: Any, counts: bool) -> None:
             raise _refused(node, "a bias over (query, key) pairs is of one rank's tokens", "Use a window, or positions in q and k.")
         return
     if node.target in _MIXERS:
+        return
+    if node.target is torch.ops.sp_compile.path_segments.default:
         raise _refused(node, "it reads the tokens before its own, which may lie on another rank")
     if counts:
         raise _refused(node, "it uses the number of tokens, and a rank has a part of them")

@@ -85,6 +85,30 @@ def test_arguments_that_tell_rows_and_columns_save_a_trace(how: str, traces: int
     assert not any(hasattr(tensor, mark) for tensor in (ids, mask) for mark in MARKS)
 
 
+class Holding(torch.nn.Module):
+    """A module whose batch is an attribute; the table beside it is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = spread(Rope(width=16, heads=2, groups=1, layers=1))
+        self.register_buffer("table", torch.arange(44).reshape(4, 11))
+        self.tokens: dict[str, Tensor] = {}
+
+    def forward(self) -> Any:
+        return self.model(self.tokens["ids"], self.tokens["mask"]) + self.table.sum() * 0
+
+
+def test_a_batch_that_the_module_holds_is_found(captures: list[int]) -> None:
+    model = Holding()
+    call = compiled(model)
+    for seed in range(2):
+        ids, mask = batch()
+        model.tokens = {"ids": ids.roll(seed, 1), "mask": mask}
+        torch.testing.assert_close(call(), model(), rtol=1e-5, atol=1e-5)
+        assert sp_compile.last_run().shared
+    assert len(captures) == 2, "one trace with numbers, and one with symbols for all batches"
+
+
 def test_inputs_of_several_shapes_are_not_guessed_at(captures: list[int]) -> None:
     model = spread(Rope(width=16, heads=2, groups=1, layers=1))
 

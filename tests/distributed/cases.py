@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sp_compile.layout import Forest
 from sp_compile.layout.rank_plans import RankPlan, plan_rank, take_local
-from sp_compile.ops import over_ranks
+from sp_compile.ops import dense_scans, over_ranks, scans
 
 Tensors = dict[str, Tensor]
 
@@ -35,6 +35,44 @@ def made(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
+def decay(seed: int, *shape: int) -> Callable[[torch.dtype], Tensor]:
+    return lambda dtype: -made(seed, *shape).exp().to(dtype)
+
+
+def plain(seed: int, *shape: int) -> Callable[[torch.dtype], Tensor]:
+    return lambda dtype: made(seed, *shape, dtype=dtype)
+
+
+_DELTA: dict[str, Any] = {"scale": 0.4, "qk_l2norm": True, "chunk": 16}
+_HEADS = {"q": (HEADS, DIM), "k": (HEADS, DIM), "v": (HEADS, DIM + 1)}
+SCANS: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Callable[[torch.dtype], Tensor]], dict[str, Any]]] = {
+    "ssd_scan": (
+        {"x": (HEADS, DIM), "dt": (HEADS,), "B": (GROUPS, 3), "C": (GROUPS, 3)},
+        {"A": decay(1, HEADS), "D": plain(2, HEADS), "dt_bias": plain(3, HEADS)},
+        SSD,
+    ),
+    "selective_scan": (
+        {"u": (8,), "delta": (8,), "B": (GROUPS, 3), "C": (GROUPS, 3)},
+        {"A": decay(1, 8, 3), "D": plain(2, 8), "delta_bias": plain(3, 8)},
+        {"delta_softplus": True, "chunk": 16},
+    ),
+    "gated_delta_rule": ({**_HEADS, "q": (GROUPS, DIM), "k": (GROUPS, DIM), "g": (HEADS,), "beta": (HEADS,)}, {}, _DELTA),
+    "kda": ({**_HEADS, "g": (HEADS, DIM), "beta": (HEADS,)}, {}, _DELTA),
+    "linear_attention": (_HEADS, {"decay": decay(1, HEADS)}, {"scale": 0.4, "chunk": 16}),
+    "linear_scan": ({"a": (5,), "x": (5,)}, {}, {}),
+}
+"""Shapes per token, parameters and options of every recurrence."""
+
+
+def recurrent(kind: str, values: Tensors, parameters: Tensors) -> Tensors:
+    """The tensors of a recurrence by name: log decays below zero, and strengths of delta rules between zero and one."""
+    given = {**values, **parameters}
+    for name in ("g", "a"):
+        if name in given:
+            given[name] = -torch.nn.functional.softplus(given[name])
+    return given | ({"beta": given["beta"].sigmoid()} if "beta" in given else {})
+
+
 def inputs(kind: str, tokens: int, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
     """Token values [1, T, ...] and parameters of a mixer, the same on every rank."""
     if kind in ("attention", "window"):
@@ -44,8 +82,7 @@ def inputs(kind: str, tokens: int, dtype: torch.dtype) -> tuple[Tensors, Tensors
         shapes = {"x": (5,)}
         parameters = {"weight": made(1, 5, 4, dtype=dtype), "bias": made(2, 5, dtype=dtype)}
     else:
-        shapes = {"x": (HEADS, DIM), "dt": (HEADS,), "B": (GROUPS, 3), "C": (GROUPS, 3)}
-        parameters = {"A": -made(1, HEADS).exp().to(dtype), "D": made(2, HEADS, dtype=dtype), "dt_bias": made(3, HEADS, dtype=dtype) - 1}
+        shapes, parameters = SCANS[kind][0], {name: make(dtype) for name, make in SCANS[kind][1].items()}
     return {name: made(10 + n, 1, tokens, *shape, dtype=dtype) for n, (name, shape) in enumerate(shapes.items())}, parameters
 
 
@@ -57,8 +94,7 @@ def spread(kind: str, values: Tensors, parameters: Tensors, plan: RankPlan, grou
         return over_ranks.attention(q, k, v, plan, group, sinks=parameters.get("sinks"), scale=0.4, **window).transpose(1, 2)
     if kind == "convolution":
         return over_ranks.convolution(values["x"], parameters["weight"], parameters["bias"], plan, group, activation="silu")
-    v, p = values, parameters
-    return over_ranks.ssd(v["x"], v["dt"], p["A"], v["B"], v["C"], p["D"], p["dt_bias"], plan, group, **SSD)
+    return over_ranks.scan(kind, recurrent(kind, values, parameters), plan, group, **SCANS[kind][2])
 
 
 def whole(kind: str, values: Tensors, parameters: Tensors, tree: Forest) -> Tensor:
@@ -72,10 +108,12 @@ def whole(kind: str, values: Tensors, parameters: Tensors, tree: Forest) -> Tens
         return out.transpose(1, 2)
     if kind == "convolution":
         return ops.causal_conv1d(v["x"], p["weight"], p["bias"], prev, None, activation="silu")
-    return ops.ssd_scan(v["x"], v["dt"], p["A"], v["B"], v["C"], p["D"], p["dt_bias"], prev, end, None, None, **SSD)[0]
+    given = recurrent(kind, v, p)
+    tensors = [given.get(name) for name in dense_scans.KINDS[kind].tensors]
+    return scans.op_of(kind)(*tensors, prev, end, None, None, **SCANS[kind][2])[0]
 
 
-KINDS = ("attention", "window", "convolution", "ssd")
+KINDS = ("attention", "window", "convolution", *SCANS)
 
 
 def run_case(kind: str, tree: Forest, dtype: torch.dtype, mixer: Callable[[Tensors, Tensors], Tensor], local: Any, total: Any) -> Tensors:
@@ -108,9 +146,9 @@ def on_one(name: str, kind: str, dtype: torch.dtype) -> Tensors:
 
 
 def all_cases(rank: int, ranks: int) -> dict[tuple[str, str, str], Tensors]:
-    """Every mixer on every forest in float64, the attention of one forest in every layout."""
+    """Mixers on every forest in float64, recurrences on two, and the attention of one forest in every layout."""
     group = dist.group.WORLD.group_name
-    cases = [(name, kind, "balanced") for name in FORESTS for kind in KINDS]
+    cases = [(name, kind, "balanced") for name in FORESTS for kind in KINDS if kind not in SCANS or name in ("deep", "tiny")]
     cases += [("deep", "attention", layout) for layout in ("contiguous", "zigzag")]
     return {(name, kind, layout): on_rank(rank, ranks, name, kind, layout, torch.float64, group) for name, kind, layout in cases}
 

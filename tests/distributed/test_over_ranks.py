@@ -1,4 +1,4 @@
-"""Attention, convolution and a recurrence over ranks: outputs, gradients and counts are those of one rank."""
+"""Attention, convolution and recurrences over ranks: outputs, gradients and counts are those of one rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_padding_gets_no_gradient(found: list[Any]) -> None:
     """Its own objective is zero, and no real token reads it."""
     for case in found[0]:
         tokens = cases.forest(case[0]).num_tokens
-        for key in ("d_q", "d_k", "d_v", "d_x", "d_dt", "d_B", "d_C"):
+        values, _ = cases.inputs(case[1], tokens, torch.float64)
+        for key in (f"d_{name}" for name in values):
             if key in found[0][case]:
                 assert not torch.cat([rank[case][key] for rank in found], 1)[:, tokens:].any(), (case, key)
 

@@ -75,6 +75,7 @@ def whole() -> tuple[nn.Module, Any]:
 def test_whole_model(whole: tuple[nn.Module, Any], batch: Batch) -> None:
     model, call = whole
     check(call, model, batch, dense_run(model, batch))
+    assert sp_compile.last_run().compiles >= 1, "from the first call on"
 
 
 def test_new_batches_do_not_recompile(whole: tuple[nn.Module, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Conversions stand around attention only, each value travels once, and what needs other ranks' tokens is an error that names it."""
+"""Conversions stand around attention, recurrences get what enters, values travel once, and what needs other ranks is a named error."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from sp_compile.errors import InvalidOption, StaleRoute
 from sp_compile.layout import Forest
 from sp_compile.layout.local_forest import LocalForest
 from sp_compile.layout.rank_plans import plan_rank, take_local
+from tests.distributed import hybrids
 from tests.ops import forests
 from tests.passes import harness
 from tests.passes.harness import Rewrite, Tiny, batch, show, targets
 
 PASS = "insert_layout_conversions"
-CONVERT, GATHER = "sp_compile.convert_layout", "sp_compile.gather_tokens"
+CONVERT, GATHER, EXCHANGE = "sp_compile.convert_layout", "sp_compile.gather_tokens", "sp_compile.exchange_rows"
 
 
 def logits(values: Tensor, ids: Tensor) -> Tensor:
@@ -138,9 +139,91 @@ def test_nothing_is_inserted_without_the_option() -> None:
 
 class Convolved(Tiny):
     def hidden(self, ids: Tensor) -> Tensor:
-        x = super().hidden(ids)
+        x = self.words(ids)
         weight = torch.ones(x.shape[-1], 1, 3, dtype=x.dtype)
         return x + F.conv1d(F.pad(x.transpose(1, 2), (2, 0)), weight, groups=x.shape[-1]).transpose(1, 2)
+
+
+class Gated(Tiny):
+    """A recurrence of one number per channel."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        return torch.ops.sp_compile.dense_linear_scan(-F.softplus(self.q(x)), self.k(x), dtype=x.dtype, library=hybrids.LIBRARY)
+
+
+class Last(Gated):
+    """Adds the state after the last token."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        given = -F.softplus(self.q(x)), self.k(x)
+        return super().hidden(ids) + torch.ops.sp_compile.dense_linear_scan_state(*given, dtype=x.dtype, library=hybrids.LIBRARY)[:, None]
+
+
+def _calls(graph: Any, since: str, last: str) -> str:
+    """The calls of the pass: from the first that it made to the one that reads what they make."""
+    text = show(graph, since).replace("_default", "").replace("forest_rank_", "rank_")
+    return text[: text.index("\n", text.index(f"\n{last} = ") + 1) + 1]
+
+
+def test_convolution_gets_a_halo() -> None:
+    got, found, packed = rewritten(Convolved(logits))
+    text = _calls(found.after[PASS], since="select_int", last="causal_conv1d")
+    assert_expected_inline(
+        re.sub(r"conv1d\(\w+, \w+", "conv1d(x, weight", re.sub(r"int\(\w+, 0, 0", "int(x, 0, 0", text)),
+        """\
+select_int = aten.select.int(x, 0, 0)
+exchange_rows = sp_compile.exchange_rows(select_int, rank_halo_send_3, rank_halo_splits_3, sym_size_int, 'ranks')
+unpack = sp_compile.unpack(exchange_rows, rank_halo_3)
+causal_conv1d = sp_compile.causal_conv1d(x, weight, None, rank_prev, unpack, activation=None)
+""",
+    )
+    assert "forest_prev" not in str(found.after[PASS])
+    assert torch.allclose(sp_compile.unpack(got, packed.forest), Convolved(logits)(batch()), rtol=1e-12, atol=1e-12)
+
+
+def test_recurrence_gets_the_states_that_enter() -> None:
+    got, found, packed = rewritten(Gated(logits))
+    assert_expected_inline(
+        _calls(found.after[PASS], since="constant_pad_nd_default", last="linear_scan"),
+        """\
+constant_pad_nd = aten.constant_pad_nd(linear_1, [0, 8])
+cat = aten.cat([neg, neg], 2)
+to_dtype = aten.to.dtype(rank_entered, torch.float64)
+view = aten.view(to_dtype, [-1, 1])
+expand = aten.expand(view, [-1, 8])
+mul_tensor = aten.mul.Tensor(view, 0)
+expand_1 = aten.expand(mul_tensor, [-1, 8])
+cat_1 = aten.cat([expand_1, expand], 1)
+linear_scan_1 = sp_compile.linear_scan(cat, constant_pad_nd, rank_prev, forest_end, cat_1, rank_final)
+getitem_1 = getitem(linear_scan_1, 1)
+slice_tensor = aten.slice.Tensor(getitem_1, 1, 0, 8)
+slice_tensor_1 = aten.slice.Tensor(getitem_1, 1, 8, 16)
+flatten_using_ints = aten.flatten.using_ints(slice_tensor, 1)
+flatten_using_ints_1 = aten.flatten.using_ints(slice_tensor_1, 1)
+cat_2 = aten.cat([flatten_using_ints, flatten_using_ints_1], 1)
+sym_size_int = aten.sym_size.int(rank_state_rows, 0)
+exchange_rows = sp_compile.exchange_rows(cat_2, rank_state_send, rank_state_splits, sym_size_int, 'ranks')
+unpack = sp_compile.unpack(exchange_rows, rank_chain_1)
+slice_tensor_2 = aten.slice.Tensor(unpack, 2, 0, 8)
+unflatten_int = aten.unflatten.int(slice_tensor_2, 2, [8])
+squeeze_dim = aten.squeeze.dim(unflatten_int, 1)
+to_dtype_1 = aten.to.dtype(squeeze_dim, torch.float64)
+constant_pad_nd_1 = aten.constant_pad_nd(to_dtype_1, [0, 0, 1, 0])
+linear_scan = sp_compile.linear_scan(neg, linear_1, rank_prev, forest_end, constant_pad_nd_1, None)
+""",
+    )
+    assert torch.allclose(sp_compile.unpack(got, packed.forest), Gated(logits)(batch()), rtol=1e-12, atol=1e-12)
+
+
+def test_must_not_rewrite_recurrences_without_the_option() -> None:
+    for model in (Convolved(logits), Gated(logits)):
+        _, found = harness.run(model, batch())
+        last = found[0].after["select_kernels"]
+        assert "rank_" not in str(last)
+        assert EXCHANGE not in targets(last)
+        assert sum(name.startswith("sp_compile.") for name in targets(last)) <= 3
 
 
 def of_logits(use: Callable[[Tensor], Any]) -> nn.Module:
@@ -150,7 +233,7 @@ def of_logits(use: Callable[[Tensor], Any]) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Convolved(logits), "tokens before its own.*causal_conv1d"),
+        (Last(logits), "packed values end with several rows.*linear_scan"),
         (of_logits(lambda x: (x, x.softmax(-1).sum((0, 1)))), "reduces tokens"),
         (of_logits(lambda x: x - x.mean((0, 1))), "reduces tokens"),
         (of_logits(lambda x: (x, x.max())), "reduces tokens"),
@@ -158,7 +241,7 @@ def of_logits(use: Callable[[Tensor], Any]) -> nn.Module:
         (of_logits(lambda x: x / x.shape[1]), "number of tokens"),
         (of_logits(lambda x: x / x.numel()), "number of tokens"),
     ],
-    ids=["convolution", "sum", "mean", "max", "any", "columns", "numel"],
+    ids=["final state", "sum", "mean", "max", "any", "columns", "numel"],
 )
 def test_ops_that_need_other_ranks_are_named(model: nn.Module, said: str) -> None:
     with pytest.raises(Exception, match=said) as raised:
