@@ -38,8 +38,10 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def step_table(result: dict[str, Any]) -> str:
+def step_table(result: dict[str, Any], what: str = "") -> str:
+    """Of `bench.cpu_step`, or of `bench.hybrid_step` with a text that says what its models are."""
     sizes = result["sizes"]
+    what = what or f"{sizes['layers']} layers of width {sizes['hidden']}; at I = 1 the dense graph runs"
     lines = []
     for case in result["cases"]:
         dense, shared = case["dense"], case["shared"]
@@ -49,7 +51,7 @@ def step_table(result: dict[str, Any]) -> str:
         )
     text = (
         f"A training step, compiled dense against compiled shared, {result['threads']} thread(s); rows of {sizes['columns']} tokens, "
-        f"{sizes['layers']} layers of width {sizes['hidden']}; at I = 1 the dense graph runs. {source(result)}"
+        f"{what}. {source(result)}"
     )
     head = ("rows", "I", "dense, s", "shared, s", "times faster", "peak dense, MiB", "peak shared, MiB")
     return f"{text}\n\n{table(head, lines)}"
@@ -125,7 +127,15 @@ def gpu_name(result: dict[str, Any]) -> str:
 
 def render() -> str:
     """What stands between the two marks in README.md, marks included."""
-    parts = [step_table(load("cpu_step.json")), plan_table(load("plan.json")), attention_table(load("attention.json"))]
+    hybrids = load("hybrid_step.json")
+    millions = "/".join(sorted({f"{case['parameters'] / 1e6:.0f}" for case in hybrids["cases"]}))
+    models = f"hybrids of width {hybrids['sizes']['hidden']} and {millions} million parameters (Mamba-2; gated delta rules)"
+    parts = [
+        step_table(load("cpu_step.json")),
+        step_table(hybrids, models),
+        plan_table(load("plan.json")),
+        attention_table(load("attention.json")),
+    ]
     if (RESULTS / "step.json").exists():
         parts.append(gpu_step_table(load("step.json")))
     return "\n".join([BEGIN, "\n\n".join(parts), END])

@@ -59,8 +59,17 @@ def _begin(_: object = None) -> None:
         # over symbols, checking a cached fake costs more than making it
         _state.cached = torch._dynamo.config.fake_tensor_cache_enabled
         torch._dynamo.config.fake_tensor_cache_enabled = False
-        expect_symbols(given, packed_tokens())
+        if not _will_be_split():
+            expect_symbols(given, packed_tokens())
         switch_on()
+
+
+def _will_be_split() -> bool:
+    """Whether DistributedDataParallel will cut the graph: its parts cannot be shared, and are compiled densely as without this package."""
+    if not torch.distributed.is_available() or not torch._dynamo.config.optimize_ddp:
+        return False
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    return ddp._get_active_ddp_module() is not None
 
 
 def _end(_: object = None) -> None:
