@@ -40,7 +40,8 @@ def space() -> MutableMapping[str, Any] | None:
 
 def returns_to_caller() -> bool:
     """Whether the compiled graph that runs belongs to the function that was compiled itself. Else more of that function's code runs after
-    it, uncompiled or in another graph: behind a graph break, or around a function that was compiled on its own because of one."""
+    it, uncompiled or in another graph: behind a graph break, or around a function that was compiled on its own because of one. Where the
+    stack does not tell, the answer is that more may follow."""
     traced = False
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -52,7 +53,7 @@ def returns_to_caller() -> bool:
                 return False
             traced = True
         frame = frame.f_back
-    return True  # called without Dynamo
+    return True
 
 
 def in_backward() -> bool:

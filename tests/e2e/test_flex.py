@@ -238,7 +238,7 @@ def test_of_a_library() -> None:
     try:
         wanted, found = compare.step(other, other, batch), compare.step(call, model, batch)
     finally:
-        # Dynamo's bytecode leaves the library's switch for recording outputs on, which would keep later models from recording any.
+        # Under this backend, Dynamo's bytecode leaves the library's switch for recording outputs on: later models would record none.
         collector.compiling, collector.global_var = False, None
     compare.assert_shared(sp_compile.last_run(), batch)
     compare.assert_close(found, wanted, batch.real)
