@@ -84,10 +84,8 @@ def from_table(name: str) -> Callable[[Problem], Ready]:
     backward_op = getattr(torch.ops.sp_compile, item.op._schema.name.split("::")[1] + "_backward")
 
     def make(problem: Problem) -> Ready:
-        assert isinstance(item.forest_tensors, tuple)
-        tensors = [
-            torch.zeros(1, dtype=torch.int64) if n == "padding_hides" else problem.forest.tensor(n, "cuda") for n in item.forest_tensors
-        ]
+        names = item.forest_names(OPTIONS)
+        tensors = [torch.zeros(1, dtype=torch.int64) if n == "padding_hides" else problem.forest.tensor(n, "cuda") for n in names]
         given = (*problem.given(), *tensors)
 
         def forward() -> tuple[Tensor, Tensor]:
@@ -102,7 +100,7 @@ def from_table(name: str) -> Callable[[Problem], Ready]:
             made = forward()
             return [made[0], *backward(made)]
 
-        return Ready(forward, backward, results, item.forest_tensors)
+        return Ready(forward, backward, results, names)
 
     return make
 
@@ -193,6 +191,7 @@ CANDIDATES = (
     Candidate("dense_fa4, deterministic", dense_fa4, strict=True, replays=True),
     Candidate("flex", flex, like="dense_flash", least=BLOCK),
     Candidate("fa4_blocks", from_table("fa4_blocks"), like="dense_fa4"),
+    Candidate("fa4_ordered, deterministic", from_table("fa4_ordered"), strict=True, like="dense_fa4", replays=True),
     Candidate("fa4_mixed", from_table("fa4_mixed"), like="dense_fa4"),
     Candidate("fa4_mixed, deterministic", from_table("fa4_mixed"), strict=True, like="dense_fa4", replays=True),
     Candidate("fa4_chains", from_table("fa4_chains"), like="dense_fa4"),
@@ -200,5 +199,6 @@ CANDIDATES = (
     Candidate("fa4_chains, deterministic, calls only", from_table("fa4_chains"), strict=True),
     Candidate("chains_cuda", from_table("chains_cuda"), like="dense_flash"),
     Candidate("chains_cuda, deterministic", from_table("chains_cuda"), strict=True, like="dense_flash", replays=True),
+    Candidate("triton", from_table("triton"), like="dense_flash", replays=True),
     Candidate("blocked", from_table("blocked"), like="dense_flash", replays=True, slow=True),
 )

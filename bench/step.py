@@ -84,6 +84,7 @@ CASES = (
     Case("star P=1536 G=8 R=1152", prompt=1536, rows=8, completion=1152),
     Case("star P=4096 G=8 R=384", prompt=4096, rows=8, completion=384),
     Case("4 stars P=1024 G=8 R=128", prompt=1024, rows=8, completion=128, groups=4),
+    Case("star P=8192 G=8 R=768", prompt=8192, rows=8, completion=768),
 )
 FIRST = Case("compiles", prompt=1024, rows=8, completion=128)  # everything is compiled on a batch of its own
 

@@ -32,7 +32,6 @@ from sp_compile.capture.torch_convolutions import mark_convolutions
 from sp_compile.capture.traces import watch_traces
 from sp_compile.capture.transforms import refuse_transforms, restored_levels
 from sp_compile.debug import dump
-from sp_compile.errors import InvalidOption
 from sp_compile.lowering.select import SelectKernels
 from sp_compile.options import Options
 from sp_compile.passes.add_forest_masks import AddForestMasks
@@ -40,6 +39,7 @@ from sp_compile.passes.block_routers import BlockRouters
 from sp_compile.passes.expand_multiplicities import ExpandMultiplicities
 from sp_compile.passes.fork_states import ForkStates
 from sp_compile.passes.insert_layout_conversions import InsertLayoutConversions
+from sp_compile.passes.reduce_over_ranks import ReduceOverRanks
 from sp_compile.passes.refine_sharing import RefineSharing
 from sp_compile.passes.runner import PassRecord, run_passes
 from sp_compile.passes.share_prefixes import SharePrefixes
@@ -65,7 +65,10 @@ def pipeline(options: Options) -> list[Pass]:
 
 def _over_ranks(options: Options) -> list[Pass]:
     group = options.context_parallel
-    return [] if group is None else [InsertLayoutConversions(group.size(), group.group_name)]
+    if group is None:
+        return []
+    given = group.size(), group.group_name
+    return [ReduceOverRanks(*given), InsertLayoutConversions(*given, options.context_attention)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +102,6 @@ def compile_region(module: torch.fx.GraphModule, values: Sequence[Any], options:
     Raises:
         CannotShare: something was not proved; nothing has been changed.
     """
-    if tokens is None and options.context_parallel is not None:
-        raise InvalidOption("option context_parallel works on packed calls: call the compiled model inside of sp_compile.share(plan)")
     refuse_transforms(module)
     module, numbers = freeze_numbers(inline_checkpoints(module), values)
     module = mark_attention(mark_convolutions(functional_sums(without_size_checks(module))), values, packed=tokens is not None)

@@ -15,6 +15,7 @@ import torch.fx
 from sp_compile.analysis.inputs import GraphInputs
 from sp_compile.layout.forest import Forest
 from sp_compile.layout.recent import RecentForests
+from sp_compile.ops import layout_conversion as _layout_conversion  # noqa: F401  (registers sp_compile::sum_over_ranks)
 from sp_compile.ops import tokens
 from sp_compile.ops.token_logprobs import token_logprobs_rows
 from sp_compile.passes.stage import Context, Source, input_of
@@ -76,7 +77,7 @@ _SHAPE_ONLY = frozenset(
 def _only_returned(node: torch.fx.Node) -> bool:
     if node.op == "output":
         return True
-    if node.op == "call_function" and node.target is operator.getitem:
+    if node.op == "call_function" and node.target in (operator.getitem, torch.ops.sp_compile.sum_over_ranks.default):
         return all(_only_returned(user) for user in node.users)
     return node.op == "call_method" and node.target in _SHAPE_ONLY and all(_only_returned(user) for user in node.users)
 

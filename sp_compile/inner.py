@@ -47,16 +47,17 @@ class TensorSpec:
 
 @dataclasses.dataclass
 class Bucket:
-    """One compiled form and the conditions on the sizes under which it is valid."""
+    """One compiled form and the conditions on the sizes under which it is valid; `exact`: it was compiled for these alone."""
 
     call: Callable[..., Any]
     symbols: dict[str, sympy.Symbol]
     guards: list[sympy.Expr]
     seconds: float
     trained: tuple[bool, ...] | None = None
+    exact: Mapping[str, int] | None = None
 
     def accepts(self, sizes: Mapping[str, int], trained: tuple[bool, ...] | None = None) -> bool:
-        if trained != self.trained:
+        if trained != self.trained or (self.exact is not None and self.exact != sizes):
             return False
         if not self.guards:
             return True

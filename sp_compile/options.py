@@ -28,7 +28,10 @@ class Options:
         router_blocks: compute the logits of routers on shared tokens in blocks of this many tokens (True: 1024), so that a token's have the
             same bits in every batch; False: as one product. `last_run().kernels["router_blocks"]` says for how many.
         dump: folder for the graph before and after every pass.
-        context_parallel: process group whose ranks hold a pack together; calls are packed, inside of `share(plan)`.
+        context_parallel: process group, or DeviceMesh of one dimension, whose ranks compute a batch together. Each is called on the whole
+            batch, or inside of `share(plan)` on its part of a pack.
+        context_attention: what attention sends over `context_parallel` ranks: "gather" (keys and values to all of them), "heads" (each gets
+            all tokens of some heads), or "auto", whichever sends less.
     """
 
     strict: bool = False
@@ -40,6 +43,7 @@ class Options:
     router_blocks: int = 0
     dump: str | None = None
     context_parallel: Any = None
+    context_attention: str = "auto"
 
 
 def parse(given: Mapping[str, Any] | None) -> Options:
@@ -73,14 +77,33 @@ def parse(given: Mapping[str, Any] | None) -> Options:
     if not isinstance(blocks, int) or blocks < 0:
         raise InvalidOption(f"option router_blocks takes True, False or a number of tokens, got {blocks!r}")
     values["router_blocks"] = ROUTER_BLOCK if blocks is True else int(blocks)
-    if values.get("context_parallel") is not None and not _is_group(values["context_parallel"]):
-        raise InvalidOption(f"option context_parallel takes a torch.distributed process group, got {values['context_parallel']!r}")
+    if values.get("context_attention", "auto") not in ("auto", "gather", "heads"):
+        raise InvalidOption(f"option context_attention takes 'auto', 'gather' or 'heads', got {values['context_attention']!r}")
+    if values.get("context_parallel") is not None:
+        values["context_parallel"] = _group(values["context_parallel"])
     dump = values.get("dump")
     if dump is not None:
         if not isinstance(dump, str | os.PathLike):
             raise InvalidOption(f"option dump takes a folder, got {dump!r}")
         values["dump"] = os.fspath(dump)
     return Options(**values)
+
+
+def _group(value: Any) -> Any:
+    """The process group that an option names."""
+    import torch.distributed as dist
+
+    if dist.is_available():
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(value, DeviceMesh):
+            if value.ndim != 1:
+                given = f"{value.ndim} ({value.mesh_dim_names})"
+                raise InvalidOption(f"option context_parallel takes a DeviceMesh of one dimension, got {given}; name one: mesh['cp']")
+            return value.get_group()
+    if not _is_group(value):
+        raise InvalidOption(f"option context_parallel takes a torch.distributed process group or a DeviceMesh dimension, got {value!r}")
+    return value
 
 
 def _is_group(value: object) -> bool:

@@ -30,6 +30,7 @@ from sp_compile.options import Options
 from sp_compile.packed import PackedGraph, PackedGraphs
 from sp_compile.passes.runner import PassRecord
 from sp_compile.passes.stage import Context, Source, input_of
+from sp_compile.ranks import run_over_ranks
 from sp_compile.sharing import forest_of_call, packed_tokens, require_plan
 
 MAX_BUCKETS = 8
@@ -144,16 +145,9 @@ class Region:
                 given = read_all(pair_inputs(self.module.graph), values)
                 return self.refuse(refused, given=given, ties=Coincidences.of(self.module.graph, values))
             except (
-                SharedPrefixError,
-                AssertionError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-                KeyError,
-                IndexError,
-                AttributeError,
+                SharedPrefixError, AssertionError, RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError,
                 NotImplementedError,
-            ) as error:
+            ) as error:  # fmt: skip
                 # a defect of the package must not break the user's run, and must not pass unseen
                 why = CannotShare(f"internal error, {type(error).__name__}: {error}", advice="Please report it with the model.")
                 why.__cause__ = error
@@ -191,12 +185,14 @@ class Region:
         if forest is not None:
             return self._run_packed(values, forest)
         variant = self.variant_for(values)
+        inside = self.goes_on or not calls.returns_to_caller()
+        if self.options.context_parallel is not None:
+            return run_over_ranks(self, variant, values, inside)
         if isinstance(variant.refusal, NothingToShare):
             single = any(is_single(value) for value in values)
             return self._run_dense(values, note=variant.refusal.reason) if single else self._run_dense(values, idle=True)
         if variant.refusal is not None:
             return self._run_dense(values, refused=str(variant.refusal))
-        inside = self.goes_on or not calls.returns_to_caller()
         forest = self._forest(variant, values, None if inside else variant.padding)
         if forest.sharing < self.options.min_sharing or forest.num_tokens < 2:
             little = f"sharing {forest.sharing:.3f} is below min_sharing {self.options.min_sharing}"
@@ -219,7 +215,7 @@ class Region:
         return None
 
     def _warn(self, refused: CannotShare) -> None:
-        if self.options.strict:
+        if self.options.strict or self.options.context_parallel is not None:
             raise refused
         if str(refused) not in self.warned:
             self.warned.add(str(refused))
@@ -365,17 +361,20 @@ class Region:
                 raise RuntimeError(
                     f"the inner compiler specialised the dense graph to {MAX_BUCKETS} ranges of sizes already; sizes now are {sizes}"
                 )
-            inputs: list[Any] = []
+            # The first sizes get a form of their own, the faster one, as torch does; not where batches have shared: sizes change there.
+            before = [*(bucket.trained == trained for bucket in self.dense_buckets), *(bool(v.buckets) for v in self.variants)]
+            exact, inputs = bool(sizes) and not any(before), list[Any]()
             for node, value in zip(placeholders(self.dense.graph), values, strict=True):
                 example = example_of(node)
                 if isinstance(example, torch.Tensor) and any(map(is_symbolic, example.shape)):
-                    shape = tuple(size_name(s) for s in example.shape)
+                    shape = tuple(value.shape) if exact else tuple(size_name(s) for s in example.shape)
                     inputs.append(TensorSpec(shape, value.dtype, value.device, value.requires_grad))
                 elif isinstance(example, torch.SymInt) and is_symbolic(example):
-                    inputs.append(str(example.node.expr))
+                    inputs.append(int(value) if exact else str(example.node.expr))
                 else:
                     inputs.append(value)
-            made = compile_bucket(self.dense, inputs, sizes, self.options.inner, trained)
+            made = compile_bucket(self.dense, inputs, {} if exact else sizes, self.options.inner, trained)
+            made = dataclasses.replace(made, exact=sizes, guards=[]) if exact else made  # what was asked of these sizes is known
             self.dense_buckets.append(made)
             return made
 

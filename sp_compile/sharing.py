@@ -76,7 +76,7 @@ def tokens_in_force() -> int | None:
 
 
 def require_plan(forest: Forest | None, group: Any) -> None:
-    """Raises unless a call's forest is that of a rank exactly if the region was compiled for the ranks of `group`.
+    """Raises unless a packed call's forest is that of a rank exactly if the region was compiled for the ranks of `group`.
 
     Raises:
         InvalidOption: one without the other.
@@ -89,9 +89,12 @@ def require_plan(forest: Forest | None, group: Any) -> None:
         raise InvalidOption(
             "share(plan): the region was compiled without the option context_parallel, so its attention would see one rank's tokens"
         )
+    if forest is None:
+        return
     if plan is None:
         raise InvalidOption(
-            "option context_parallel is set: expected a call inside of share(plan) with the plan of the rank (plan_over_ranks)"
+            "option context_parallel is set: expected a call outside of share, or inside of share(plan) with the plan of the rank "
+            "(plan_over_ranks)"
         )
     plan.sequence.require(plan.forest)
     if (plan.rank, plan.ranks, plan.sequence.tensor_ranks) != (group.rank(), group.size(), 1):

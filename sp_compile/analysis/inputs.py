@@ -148,7 +148,16 @@ def static_refusal(graph: torch.fx.Graph, values: Sequence[Any]) -> tuple[Cannot
         return CannotShare("rows and columns are static in this graph", advice=advice), True
     if any(value.dim() >= 3 and value.is_floating_point() for value in wide):
         return no_token_input(), True
+    if not any(isinstance(value, torch.Tensor) and value.dim() > 1 for value in given) and any(map(_may_be_tokens, values)):
+        return CannotShare(
+            "token ids that a module holds as a buffer are a constant of the graph", advice="Pass them as an argument."
+        ), True
     return CannotShare("rows and columns are static in this graph (one row, one column, or no token input)"), False
+
+
+def _may_be_tokens(value: object) -> bool:
+    integer = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+    return integer and value.dim() == 2 and min(value.shape) > 1  # type: ignore[attr-defined]
 
 
 def read_inputs(graph: torch.fx.Graph, values: Sequence[Any]) -> GraphInputs:

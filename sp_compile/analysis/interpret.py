@@ -28,6 +28,7 @@ from sp_compile.analysis.node_checks import check_numbers, check_symbols
 from sp_compile.analysis.permutations import Part
 from sp_compile.analysis.refusals import refusal, source_line
 from sp_compile.analysis.rules import Call, NotPackable, judge
+from sp_compile.analysis.rules.one_row import carry_rows
 from sp_compile.analysis.rules.registry import Moves, draws_random, require_moved_only
 from sp_compile.analysis.sizes import Use, uses
 from sp_compile.analysis.state import preserved_global_state
@@ -181,6 +182,8 @@ class LayoutMode(TorchDispatchMode):
             results = [Layout(d, reach, entry=entry) for d in dims]
         else:
             results = self._results(call, rule, entry, why)
+        if any(layout.rows_behind for layout in before):
+            results = [layout.with_(rows_behind=True) for layout in results]
         self._store(call, results, touches)
 
     def _results(self, call: Call, rule: Callable[[Call], Any] | None, entry: bool, why: Reason | None) -> list[Layout]:
@@ -284,6 +287,7 @@ class _Runner(torch.fx.Interpreter):
             check_symbols(self.mode, self.fake_mode, n.target)
             given = tree_leaves(torch.fx.map_arg((n.args, n.kwargs), lambda operand: self.env[operand]))
             check_numbers(self.mode, n.target, info, given)
+            carry_rows(self.mode, n, given, tree_leaves(info.value))
         except GuardOnDataDependentSymNode:
             raise refusal(self.mode.reason("a value of a tensor is used as a size, or as one place in a dimension", n.target)) from None
         finally:

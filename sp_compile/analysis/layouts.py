@@ -104,6 +104,7 @@ class Layout:
         why: for `ROWS`, the reason; else None.
         fact: what is known about the elements themselves (column numbers, constants, masks), or None.
         head: the first elements of a joined column axis that reach further than the rest: (how many, their shift), in order.
+        rows_behind: of packed values, whether the batch, which is one there, may stand behind the tokens, or be merged into them so.
     """
 
     dims: Dims
@@ -112,6 +113,7 @@ class Layout:
     why: Reason | None = None
     fact: Fact | None = None
     head: tuple[tuple[int, int], ...] = ()
+    rows_behind: bool = False
 
     @property
     def folded(self) -> Layout:
@@ -188,6 +190,11 @@ class Layout:
 
     def token_dim(self, index: int) -> bool:
         return any(isinstance(f, Axis | Span | Permuted | Part) for f in self.dims[index])
+
+    def may_be_rows(self, index: int) -> bool:
+        """Of packed values with tokens: whether a dimension of size 1 may be the batch. Only one behind all tokens can be told from it."""
+        last = max((i for i in range(len(self.dims)) if self.token_dim(i)), default=-1)
+        return self.dims[index] == () and (self.rows_behind or index < last)
 
     def with_(self, **changes: Any) -> Layout:
         return dataclasses.replace(self, **changes)

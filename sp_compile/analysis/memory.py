@@ -18,6 +18,7 @@ class Storage:
     Attributes:
         version: how often it was written.
         reach, entry, why: joined over everything that was written.
+        rows_behind: as of a layout, joined likewise.
         displaced: whether some view counts its columns from a later one, so that a column has two numbers.
     """
 
@@ -25,15 +26,18 @@ class Storage:
     reach: Reach = UNIFORM
     entry: bool = True
     why: Reason | None = None
+    rows_behind: bool = False
     displaced: bool = False
 
     def seen(self, layout: Layout) -> Layout:
         """What is left of a layout that was known before the last write."""
         reach = layout.reach.join(self.reach)
-        return layout.with_(reach=reach, entry=layout.entry and self.entry, why=layout.why or self.why, fact=None)
+        behind = layout.rows_behind or self.rows_behind
+        return layout.with_(reach=reach, entry=layout.entry and self.entry, why=layout.why or self.why, fact=None, rows_behind=behind)
 
     def write(self, layout: Layout) -> None:
         self.version += 1
+        self.rows_behind |= layout.rows_behind
         self.reach, self.entry, self.why = self.reach.join(layout.reach), self.entry and layout.entry, self.why or layout.why
 
 

@@ -95,7 +95,9 @@ def _layout(node: torch.fx.Node, fake: torch.Tensor, value: torch.Tensor, symbol
         )
     mask = len(dims) == 2 and dims[0] == () and not value.requires_grad
     fact: Fact | None = Nonzero(node.name) if mask else None
-    return layout.with_(reach=TOKENS, entry=False, fact=fact)
+    at = layout.columns_dims[0]
+    in_front = () in dims[:at] and () not in dims[at:]
+    return layout.with_(reach=TOKENS, entry=False, fact=fact, rows_behind=not in_front)
 
 
 _seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -210,7 +210,13 @@ def _delta(kind: str) -> Callable[[types.FunctionType, types.FunctionType], Func
 
 
 def _nothing(original: types.FunctionType, raw: types.FunctionType) -> Function | None:
-    """A fused convolution and scan whose PyTorch body answers None, so that its caller runs the two one by one."""
+    """A fused convolution and scan whose PyTorch body answers None, so that its caller runs the two one by one.
+
+    With a kernel behind it, that path is another function (it masks padding once more, may norm elsewhere): the call stays as it is, and
+    Dynamo finds the kernel (`kernel_scans`).
+    """
+    if not _implementation(original)[1]:
+        return raw
     body = inspect.unwrap(original)
     if body.__code__.co_names or body.__code__.co_freevars or set(body.__code__.co_consts) - {None, body.__doc__}:
         return None

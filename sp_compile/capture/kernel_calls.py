@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from sp_compile.capture import traces
-from sp_compile.capture.polyfills import Function, refuse
+from sp_compile.capture.polyfills import Function, refuse, tell
 from sp_compile.errors import CannotShare
 
 Builder = Callable[[types.FunctionType, types.FunctionType], "Function | None"]
@@ -48,6 +48,7 @@ def _tell(reason: str) -> None:
     """Says so now, in case that the original cannot be traced; on packed values, it would then read several rows as one."""
     if traces.packed_tokens() is not None:
         raise CannotShare(reason, advice="Inside of sp_compile.share there is no dense run to fall back to")
+    tell(reason)
     warnings.warn(f"shared_prefix: {reason}. It runs on rows.", stacklevel=2)
 
 

@@ -161,9 +161,14 @@ def _split(original: types.FunctionType, raw: types.FunctionType) -> Function | 
         if (name := unknown(bound, _SPLIT, defaults)) is not None:
             return refused(raw, args, kwargs, f"mamba_split_conv1d_scan_combined was given {name}, which sharing does not know")
         D, norm, weight, bias = bound["D"], bound["rmsnorm_weight"], bound["outproj_weight"], bound["outproj_bias"]
-        headless = D.dim() == 1 and bound["headdim"] is None
-        if headless or bound["dt_bias"] is None or (weight is None and bias is not None):
-            return refused(raw, args, kwargs, "mamba_split_conv1d_scan_combined without headdim, dt_bias or the weight of a bias")
+        lacks = (
+            "dt_bias" if bound["dt_bias"] is None
+            else "headdim, which D of one number per head does not tell" if D.dim() == 1 and bound["headdim"] is None
+            else "outproj_weight, beside an outproj_bias" if weight is None and bias is not None
+            else None
+        )  # fmt: skip
+        if lacks is not None:
+            return refused(raw, args, kwargs, f"mamba_split_conv1d_scan_combined was given no {lacks}")
         heads, groups = constant(D.shape[0]), constant(bound["ngroups"])
         size = constant(D.shape[1]) if D.dim() == 2 else constant(bound["headdim"])
         dim = heads * size

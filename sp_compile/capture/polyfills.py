@@ -35,6 +35,7 @@ _BACKENDS: list[Function] = []
 _REGISTERED: dict[int, types.FunctionType] = {}
 _DECLINED: dict[int, types.FunctionType] = {}
 _SCANS: list[Scan] = []
+_TRACE = threading.local()
 # How many functions and methods have been replaced so far.
 _REPLACED = [0]
 
@@ -135,6 +136,25 @@ def bind(names: tuple[str, ...], defaults: dict[str, Any], aliases: dict[str, st
     for name, value in kwargs.items():
         bound[aliases.get(name, name)] = value
     return bound
+
+
+def tell(reason: str) -> None:
+    """Keeps why a call is refused that may break the graph: its marker is lost then, and what runs behind it knows no reason."""
+    _told().setdefault(reason)
+
+
+def take_told() -> tuple[str, ...]:
+    """What was told in the trace in progress and not taken yet."""
+    reasons = tuple(_told())
+    _told().clear()
+    return reasons
+
+
+def _told() -> dict[str, None]:
+    if not hasattr(_TRACE, "told"):
+        _TRACE.told = {}
+    found: dict[str, None] = _TRACE.told
+    return found
 
 
 def refuse(dense: Any, reason: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sp_compile.capture.data_sizes import switch_back, switch_on
-from sp_compile.capture.polyfills import is_ours
+from sp_compile.capture.polyfills import is_ours, take_told
 from sp_compile.capture.shapes import expect_symbols, finish_restart
 
 _state = threading.local()
@@ -54,6 +54,7 @@ def packed_tokens() -> int | None:
 
 def _begin(_: object = None) -> None:
     _end()
+    take_told()  # of a trace that made no graph
     compiler, given = _trace()
     if is_ours(compiler):
         # over symbols, checking a cached fake costs more than making it

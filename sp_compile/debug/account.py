@@ -152,6 +152,7 @@ def record(
     call.logical += logical
     call.physical += physical
     call.could += not refused and not idle
+    call.refused.update(dict.fromkeys(history.broken))
     if refused:
         call.refused[refused] = None
     if note:

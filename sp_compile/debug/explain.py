@@ -140,7 +140,7 @@ def _compiled(form: str, buckets: Sequence[Bucket], inner: str, names: Mapping[s
     seconds = sum(bucket.seconds for bucket in buckets)
     yield "compiled", f"{form}: {len(buckets)} {_plural('time', len(buckets))} by {inner}, {seconds:.2f} s"
     for number, bucket in enumerate(buckets, start=1):
-        guards = _guards(bucket, names)
+        guards = _guards(bucket, names) if bucket.exact is None else [f"{names.get(n, n)} = {size}" for n, size in bucket.exact.items()]
         shown = " and ".join(guards[:MOST]) + (f" and {len(guards) - MOST} more" if len(guards) > MOST else "")
         yield "compiled", f"  {number}: for {f'sizes with {shown}' if guards else 'all sizes'}"
 

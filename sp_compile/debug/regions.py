@@ -16,6 +16,7 @@ import torch.distributed
 import torch.fx
 
 from sp_compile.capture.graphs import placeholders
+from sp_compile.capture.polyfills import take_told
 from sp_compile.errors import CannotShare
 from sp_compile.layout.forest import Forest
 from sp_compile.options import Options
@@ -34,6 +35,9 @@ class Bucket(Protocol):
 
     @property
     def seconds(self) -> float: ...
+
+    @property
+    def exact(self) -> Mapping[str, int] | None: ...
 
 
 class Variant(Protocol):
@@ -82,6 +86,7 @@ class History:
         shared_calls, dense_calls: calls by the form that ran.
         sizes: rows, columns, logical and physical tokens of the latest call; rows and columns are None where no forest was found.
         said: why the latest call ran densely, or an empty string.
+        broken: why a call is refused at which the graph breaks.
         state: weak references to the parameters the region was called with.
     """
 
@@ -89,6 +94,7 @@ class History:
     dense_calls: int = 0
     sizes: tuple[int | None, int | None, int, int] = (None, None, 0, 0)
     said: str = ""
+    broken: tuple[str, ...] = ()
     state: tuple[weakref.ref[torch.nn.Parameter], ...] = ()
 
     @property
@@ -132,8 +138,11 @@ def next_rewrite(number: int) -> int:
 def register(region: Region, module: torch.fx.GraphModule) -> int:
     """Makes a region known and gives its number."""
     number = number_of(module)
+    reasons = take_told()
+    goes_on = bool(getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False))
+    advice = "The graph breaks at that call, and what follows it has no token ids."
     with _lock:
-        _histories[region] = History()
+        _histories[region] = History(broken=tuple(str(CannotShare(reason, advice=advice)) for reason in reasons if goes_on))
     return number
 
 

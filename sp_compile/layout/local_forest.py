@@ -9,6 +9,10 @@ Columns, depth-first order and counts are those of the whole pack. What only the
     rank_prev [S], rank_final, rank_entered, rank_chain_K                  for recurrences
     rank_state_send, rank_state_splits, rank_state_rows                    likewise; the last two on the host
     rank_halo_W, rank_halo_send_W, rank_halo_splits_W, rank_halo_rows_W    for convolutions; the last two on the host
+    rank_look_K, rank_look_send_K, rank_look_splits_K, rank_look_rows_K    for values that look ahead, see `Look.code`; likewise
+    rank_whole_index                                                       [B, L] tokens of the whole pack
+
+`row`, `index` and the numbers of rows and columns are those of the batch: `index` holds local tokens, -1 where they are another rank's.
 
 Paths enter the rank with external states: 0 is that of paths that begin in the rank, 1 + e that of entry e of the plan. `rank_prev` and
 the plans of chunks name them.
@@ -27,11 +31,15 @@ import torch
 
 from sp_compile.errors import StaleRoute
 from sp_compile.layout.chunks import EMPTY
+from sp_compile.layout.fetches import Look
 from sp_compile.layout.forest import Forest
 from sp_compile.layout.rank_plans import RankPlan
+from sp_compile.layout.refine import split_name
 from sp_compile.layout.tensors import build_array, register, registered
 
 PREFIX = "rank_"
+_OURS = frozenset({"count", "row", "index"})
+_WIDE = frozenset({"index", PREFIX + "whole_index"})
 
 
 class LocalForest(Forest):
@@ -68,15 +76,34 @@ class LocalForest(Forest):
         """The forest of a plan, made once."""
         return plan.kept("local_forest", lambda: LocalForest(plan))
 
+    @property
+    def num_rows(self) -> int:
+        """B of the whole batch."""
+        return self.plan.forest.num_rows
+
     def tensors(self, names: Sequence[str], device: torch.device | str) -> tuple[torch.Tensor, ...]:
         """As `Forest.tensors`; `count` is 0 for padding, and the plan's tensors have names of their own."""
-        ours = [name for name in names if name.startswith((PREFIX, "chunks_")) or name == "count"]
-        made = dict(zip(ours, self.plan.tensors([_of_plan(name) for name in ours], device, self._array), strict=True))
+        made: dict[str, torch.Tensor] = {}
+        for suffix in dict.fromkeys(name.partition("@")[2] for name in names):
+            of_one = [name for name in names if name.partition("@")[2] == suffix]
+            _, ahead, cut = split_name(of_one[0])
+            forest = LocalForest.of(self.plan.finer(ahead, cut))
+            bare = [name.partition("@")[0] for name in of_one]
+            made |= dict(zip(of_one, forest._tensors_of(bare, device, self.num_columns), strict=True))
+        return tuple(made[name] for name in names)
+
+    def _tensors_of(self, names: Sequence[str], device: torch.device | str, columns: int) -> tuple[torch.Tensor, ...]:
+        ours = [name for name in names if name.startswith((PREFIX, "chunks_")) or name in _OURS]
+        asked = [f"{_of_plan(name)}@{columns}" if name in _WIDE else _of_plan(name) for name in ours]
+        made = dict(zip(ours, self.plan.tensors(asked, device, self._array), strict=True))
         others = [name for name in names if name not in made]
         made |= dict(zip(others, super().tensors(others, device), strict=True))
         return tuple(made[name] for name in names)
 
     def _array(self, name: str) -> Any:
+        base, _, columns = name.partition("@")
+        if base in ("index", "whole_index"):
+            return self.plan.index(int(columns), whole=base == "whole_index")
         if not name.startswith("chunks_"):
             return self.plan.array(name)
         chunks = build_array(self, name)
@@ -97,10 +124,10 @@ class LocalForest(Forest):
 
 
 def _of_plan(name: str) -> str:
-    """The plan's name of a tensor of a width: halo@4 for rank_halo_4."""
+    """The plan's name of a tensor: halo@4 for rank_halo_4, that is of a width."""
     own = name.removeprefix(PREFIX)
     base, _, width = own.rpartition("_")
-    return f"{base}@{width}" if own != name and width.isdigit() else own
+    return f"{base}@{width}" if own != name and width.replace("x", "").isdigit() else own
 
 
 def _of_no_rank(forest: Forest) -> NoReturn:
@@ -114,6 +141,7 @@ _SHAPES: dict[str, tuple[int | str, ...]] = {
     **dict.fromkeys(("end", "column"), ("rank_T",)),
     "final": ("rank_final",),
     "entered": ("rank_entered",),
+    "whole_index": ("B", "L"),
     "state_send": ("rank_state_send",),
 }
 for _name, _shape in _SHAPES.items():
@@ -136,6 +164,16 @@ def halo_names(width: int) -> dict[str, str]:
     shapes: dict[str, tuple[int | str, ...]] = {"halo": ("rank_entered", width - 1), "halo_splits": (2, "rank_C")}
     for what, name in names.items():
         _registered(name, shapes.get(what, (name,)), host=what in ("halo_splits", "halo_rows"))
+    return names
+
+
+def look_names(look: Look) -> dict[str, str]:
+    """Names of what a look ahead reads by the plan's names of it, registered when they are first asked for."""
+    names = {what: f"{PREFIX}{what}_{look.code}" for what in ("look", "look_send", "look_splits", "look_rows")}
+    target = "T@{}-{}".format(*look.target) if any(look.target) else "T"
+    shapes: dict[str, tuple[int | str, ...]] = {"look": (target,), "look_splits": (2, "rank_C")}
+    for what, name in names.items():
+        _registered(name, shapes.get(what, (name,)), host=what in ("look_splits", "look_rows"))
     return names
 
 

@@ -8,6 +8,8 @@ before it, so all that a rank reads of others lies on lower ranks.
     states   the state of a recurrence after each entry. Every rank computes, from zeros, the states after the tokens that later ranks ask
              for (`final`), and how much each keeps of the state that its path entered the rank with; the state after an entry follows from
              those along its chain: the entry, the entry of that one's path on its rank, and so on
+    looks    what tokens of a refined forest read of a coarser one, some columns ahead; each forest has shards of its own, so that any token
+             of the one may lie on another rank than that of the other
 """
 
 from __future__ import annotations
@@ -23,29 +25,15 @@ import torch
 from sp_compile.errors import InvalidShards
 from sp_compile.layout import shards, tensors
 from sp_compile.layout.build import Ints
+from sp_compile.layout.fetches import Fetch, Look
 from sp_compile.layout.forest import Forest
+from sp_compile.layout.refine import full_width, refined_forest
 from sp_compile.layout.routes import Route, route_between
 from sp_compile.layout.shards import Shards
 
 Made = TypeVar("Made")
 
 LAYOUTS: dict[str, Callable[..., Shards]] = {"contiguous": shards.contiguous, "zigzag": shards.zigzag, "balanced": shards.balanced}
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """Rows that a rank reads of others, in the order of their tokens, and rows that it sends.
-
-    Attributes:
-        rows: int64 [n] what is received, as token numbers, ascending and so by sender.
-        send: int64 [m] local rows, by receiver.
-        send_sizes, receive_sizes: rows to and from each rank, Python integers.
-    """
-
-    rows: Ints
-    send: Ints
-    send_sizes: tuple[int, ...]
-    receive_sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +73,16 @@ class RankPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         return RankPlan, (self.forest, self.sequence, self.attention, self.rank, self.tensor_rank)
 
+    def finer(self, ahead: int, cut: int) -> RankPlan:
+        """The plan of the rank for the forest refined by `ahead` without the last `cut` columns, made once."""
+        if not ahead and not cut:
+            return self
+        return self.kept(("finer", ahead, cut), lambda: self._of(refined_forest(self.forest, ahead, cut)))
+
+    def _of(self, forest: Forest) -> RankPlan:
+        grid = self.ranks, self.sequence.tensor_ranks
+        return RankPlan(forest, shards.contiguous(forest, *grid), LAYOUTS[self.attention.kind](forest, *grid), self.rank, self.tensor_rank)
+
     @property
     def ranks(self) -> int:
         """C."""
@@ -122,6 +120,17 @@ class RankPlan:
         """[S] rows through each token of the rank, 0 for padding."""
         whole = np.concatenate([self.forest.count, np.zeros(self.sequence.padded - self.forest.num_tokens, dtype=np.int64)])
         return whole[self.first : self.first + self.size]
+
+    @cached_property
+    def row(self) -> Ints:
+        """[S] a row through each token of the rank, 0 for padding."""
+        own = self.forest.row[self.first : self.first + self.size]
+        return np.concatenate([own, np.zeros(self.size - own.size, dtype=np.int64)])
+
+    def index(self, columns: int, whole: bool = False) -> Ints:
+        """[B, columns] local token of each row and column, -1 where it has none on this rank; `whole`: token of the pack, on any rank."""
+        places = full_width(self.forest.index, columns)
+        return places if whole else np.where((places >= self.first) & (places < self.first + self.size), places - self.first, -1)
 
     @cached_property
     def queries(self) -> Ints:
@@ -194,6 +203,28 @@ class RankPlan:
         received = np.bincount(own // self.size, minlength=self.ranks) if own.size else np.zeros(self.ranks, dtype=np.int64)
         return Fetch(own, send, tuple(tokens.size for tokens in asked), tuple(received.tolist()))
 
+    # Looks
+
+    def look(self, look: Look) -> tuple[Fetch, Ints]:
+        """What tokens of a finer forest read of a coarser one.
+
+        Returns:
+            the rows of the coarser forest; int64 [S of the finer forest] the received row of each token, -1 where it reads none.
+        """
+        return self.kept(look, lambda: self._look(look))
+
+    def _look(self, look: Look) -> tuple[Fetch, Ints]:
+        source, target = self.finer(*look.source), self.finer(*look.target)
+        index, forest, size = source.forest.index, target.forest, target.size
+        ahead = forest.column + look.offset
+        read = index[forest.row, ahead % index.shape[1] if look.wraps else np.minimum(ahead, index.shape[1] - 1)]
+        of_rank = [read[rank * size : (rank + 1) * size] for rank in range(self.ranks)]
+        fetch = source._fetch([_distinct(tokens) for tokens in of_rank], None)
+        own = of_rank[self.rank]
+        table = np.full(size, -1, dtype=np.int64)
+        table[: own.size] = np.where(own < 0, -1, np.searchsorted(fetch.rows, own))
+        return fetch, table
+
     # States
 
     @cached_property
@@ -251,7 +282,8 @@ class RankPlan:
 
         Names: end, column, count, queries, prev, local_end, final, entered (0 for no entry, then 1 for each [1 + E]); send, place,
         send_back, place_back [T' / members] and splits [2, members] (sent, received) of the route into attention; state_send,
-        state_splits, state_rows, chain, chain@K (padded to K links); halo_send@W, halo_splits@W, halo_rows@W, halo@W.
+        state_splits, state_rows, chain, chain@K (padded to K links); halo_send@W, halo_splits@W, halo_rows@W, halo@W; row [S];
+        look_send@K, look_splits@K, look_rows@K, look@K with the code K of a `Look`; whole_prev [T'].
 
         Args:
             array: makes the array of a name; None: the method of that name.
@@ -274,11 +306,14 @@ class RankPlan:
         what, _, part = base.partition("_")
         if base == "halo":
             return self.halo(int(width))[1]
+        if base == "look":
+            return self.look(Look.of(width))[1]
         if base == "chain":
             table = self.states[1]
             return np.pad(table, ((0, 0), (int(width or table.shape[1]) - table.shape[1], 0)), constant_values=-1)
-        if what in ("halo", "state") and part in ("send", "splits", "rows"):
-            fetch = self.halo(int(width))[0] if what == "halo" else self.states[0]
+        if what in ("halo", "look", "state") and part in ("send", "splits", "rows"):
+            found = self.halo(int(width)) if what == "halo" else self.look(Look.of(width)) if what == "look" else self.states
+            fetch = found[0]
             return (fetch.send_sizes, fetch.receive_sizes) if part == "splits" else getattr(fetch, part)
         if base == "entered":
             return np.arange(1 + self.entries.size) > 0
@@ -287,7 +322,9 @@ class RankPlan:
             return getattr(route, base.removesuffix("_back"))
         if base == "splits":
             return self.into.send_sizes, self.into.receive_sizes
-        if base in ("end", "column", "count", "queries", "prev", "local_end", "final"):
+        if base == "whole_prev":
+            return np.concatenate([self.forest.prev, np.full(self.sequence.padded - self.forest.num_tokens, -1, dtype=np.int64)])
+        if base in ("end", "column", "count", "queries", "prev", "local_end", "final", "row"):
             return getattr(self, base)
         raise InvalidShards(f"rank plan: expected the name of one of its tensors, got {name!r}")
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.errors import InvalidInput
-from sp_compile.ops.numerics import accumulate_dtype, owned
+from sp_compile.ops.numerics import accumulate_dtype, owned, without_autocast
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor end, Tensor column, Tensor? key_valid, Tensor? segments, Tensor? bias, Tensor? sinks, "
@@ -143,6 +143,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | No
             raise InvalidInput(f"attention: {name} must be positive or None; got {size}")
 
 
+@without_autocast
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, key_valid: Tensor | None, segments: Tensor | None,
     bias: Tensor | None, sinks: Tensor | None, *, scale: float, window: int | None, chunk: int | None, softcap: float | None,
@@ -157,6 +158,7 @@ def _attention(
     return out.view(1, q.shape[1], q.shape[2], v.shape[3]).to(q.dtype).contiguous()
 
 
+@without_autocast
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, key_valid: Tensor | None, segments: Tensor | None,
     bias: Tensor | None, sinks: Tensor | None, *, scale: float, window: int | None, chunk: int | None, softcap: float | None,

@@ -11,10 +11,8 @@ values are accumulated and kept in float32. Nothing is made that grows with toke
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -42,21 +40,6 @@ def check_values(values: Tensor, weight: Tensor | None, bias: Tensor | None, nam
         raise InvalidInput(f"{name}: expected weight [V, {values.shape[1]}] of {values.dtype}; got {shapes}")
     if weight is not None and bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != values.dtype):
         raise InvalidInput(f"{name}: expected bias [{weight.shape[0]}] of {values.dtype}; got {shapes}")
-
-
-_R = TypeVar("_R")
-
-
-def without_autocast(function: Callable[..., _R]) -> Callable[..., _R]:
-    """The body of an op computes in the dtypes it is given: autocast is the caller's, and is in force in forward only."""
-
-    @functools.wraps(function)
-    def body(*args: Any, **kwargs: Any) -> _R:
-        device = next(value.device for value in args if isinstance(value, Tensor))
-        with torch.autocast(device.type, enabled=False):
-            return function(*args, **kwargs)
-
-    return body
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
+
+_R = TypeVar("_R")
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,3 +36,15 @@ def owned(grad: torch.Tensor) -> torch.Tensor:
     then compute in place in it once per block of elements: gradients come out multiplied (measured on torch 2.13, CPU).
     """
     return grad.contiguous()
+
+
+def without_autocast(function: Callable[..., _R]) -> Callable[..., _R]:
+    """The body of an op computes in the dtypes it is given: autocast is the caller's, and is in force in forward only."""
+
+    @functools.wraps(function)
+    def body(*args: Any, **kwargs: Any) -> _R:
+        device = next(value.device for value in args if isinstance(value, torch.Tensor))
+        with torch.autocast(device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return body

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sp_compile.errors import InvalidInput, InvalidShards, StaleRoute
 from sp_compile.layout.rank_plans import RankPlan, most_links
-from sp_compile.ops import causal_conv1d, layout_conversion, query_attention, rows  # noqa: F401  (register the ops)
+from sp_compile.ops import causal_conv1d, head_exchange, layout_conversion, query_attention, rows, scans  # noqa: F401  (register the ops)
 from sp_compile.ops.dense_scans import KINDS
 from sp_compile.ops.states_over_ranks import BESIDE, TABLES, SpreadScan
 
@@ -128,6 +128,40 @@ def scan(kind: str, given: Mapping[str, Tensor | None], plan: RankPlan, group: s
     (tables["end"],) = plan.tensors(["local_end"], value.device)
     made = SpreadScan(kind, tensors, tensors, options, tables, lambda op, *args, **named: op(*args, **named))
     result: Tensor = made.outputs(made.entering(made.exchanged(made.leaving(), group), links))
+    return result
+
+
+def scan_by_heads(kind: str, given: Mapping[str, Tensor | None], plan: RankPlan, group: str, **options: Any) -> Tensor:
+    """`scan` for ops that take no states: each rank gets all tokens of some heads, channels or groups, and runs the op on the whole pack.
+
+    Everything of every token travels, where `scan` sends states of a few. For comparison: see `bench/cp_model.py`.
+
+    Args:
+        kind, given, options: as in `scan`; heads, channels and groups are multiples of the ranks.
+
+    Raises:
+        InvalidInput: no recurrence has that name, or its heads cannot be dealt to the ranks.
+        StaleRoute: the values are of another batch than the plan.
+    """
+    if kind not in BESIDE:
+        raise InvalidInput(f"scan over ranks: expected a recurrence among {', '.join(BESIDE)}, got {kind!r}")
+    tensors = dict.fromkeys(KINDS[kind].tensors) | dict(given)
+    ops, moved = torch.ops.sp_compile, dict[str, Tensor | None]()
+    for name, value in tensors.items():
+        if value is None:
+            moved[name] = None
+        elif value.dim() >= 3 and value.shape[0] == 1:
+            _check_tokens(f"{kind} over ranks", value.shape[1], plan)
+            moved[name] = ops.swap_heads(value, 1, 2, plan.ranks, group, False)
+        else:
+            if value.shape[0] % plan.ranks:
+                raise InvalidInput(f"{kind}: expected a multiple of {plan.ranks} heads in {name}, got {list(value.shape)}")
+            moved[name] = ops.own_tokens(value, 0, plan.ranks, group)
+    like = moved[BESIDE[kind].value]
+    assert like is not None, f"{kind} has values"
+    prev, end = plan.tensors(("whole_prev", "end"), like.device)
+    whole = scans.op_of(kind)(*moved.values(), prev, end, None, None, **options)[0]
+    result: Tensor = ops.swap_heads(whole, 1, 2, plan.ranks, group, True)
     return result
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sp_compile.errors import InvalidInput
 from sp_compile.ops.attention import Mask, fold_heads, sink_gradient, softmax_with_sink
-from sp_compile.ops.numerics import accumulate_dtype, owned
+from sp_compile.ops.numerics import accumulate_dtype, owned, without_autocast
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor queries, Tensor end, Tensor column, Tensor? key_valid, Tensor? segments, Tensor? sinks, "
@@ -67,6 +67,7 @@ def _mask(end: Tensor, column: Tensor, key_valid: Tensor | None, segments: Tenso
     return Mask(end, column, key_valid, segments, None, options["window"], options["chunk"], options["softcap"])
 
 
+@without_autocast
 def _query_attention(
     q: Tensor, k: Tensor, v: Tensor, queries: Tensor, end: Tensor, column: Tensor, key_valid: Tensor | None, segments: Tensor | None,
     sinks: Tensor | None, **options: Any,
@@ -85,6 +86,7 @@ def _query_attention(
     return out
 
 
+@without_autocast
 def _query_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, queries: Tensor, end: Tensor, column: Tensor, key_valid: Tensor | None,
     segments: Tensor | None, sinks: Tensor | None, **options: Any,

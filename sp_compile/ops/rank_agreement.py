@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,26 +17,33 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+Known = MutableMapping[Forest, dict[tuple[int, int], RankPlan]]
+
+
 def plan_over_ranks(
-    forest: Forest | Callable[[], Forest], group: ProcessGroup, *, attention: str = "balanced", inputs: Sequence[Tensor] = ()
-) -> RankPlan:
+    forest: Forest | Callable[[], Forest], group: ProcessGroup, *, attention: str = "balanced", inputs: Sequence[Tensor] = (),
+    known: Known | None = None,
+) -> RankPlan:  # fmt: skip
     """The plan of the calling rank, after one exchange of hashes: the only one that a batch costs.
 
     Args:
         forest: of the whole pack, or what makes it: if that raises on one rank, no other waits for it.
         group: the C ranks.
         attention: layout of queries, see `plan_rank`.
-        inputs: packed tensors of the whole pack that must have the same bits on every rank.
+        inputs: packed tensors of the whole pack, or of its rows, that must have the same bits on every rank.
+        known: plans made before, by forest, number of ranks and rank; a new one is added.
 
     Raises:
         RanksDisagree: on every rank, if forests, layouts or inputs differ or making them raised somewhere; names the ranks.
     """
     import torch.distributed as dist
 
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = group.size(), group.rank()
     plan, problem, digest = None, None, b""
     try:
-        plan = plan_rank(forest() if callable(forest) else forest, ranks, rank, attention=attention)
+        of = forest() if callable(forest) else forest
+        made = {} if known is None else known.setdefault(of, {})
+        plan = made[ranks, rank] = made.get((ranks, rank)) or plan_rank(of, ranks, rank, attention=attention)
         digest = _digest(plan, inputs)
     except Exception as error:  # whatever it is, the others must hear of it
         problem = error

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.errors import InvalidInput
-from sp_compile.ops.numerics import accumulate_dtype, owned
+from sp_compile.ops.numerics import accumulate_dtype, owned, without_autocast
 
 Values = tuple[Tensor, ...]
 # Tensors, and None for absent ones, as the schema has them.
@@ -53,9 +53,11 @@ def define(name: str, inputs: str, options: str, outputs: int, forward: Forward,
     def only(values: Values) -> Any:
         return values[0] if outputs == 1 else values
 
+    @without_autocast
     def run(*args: Any, **kwargs: Any) -> Any:
         return only(forward(*args, **kwargs))
 
+    @without_autocast
     def run_backward(*args: Any, **kwargs: Any) -> Values:
         return backward(args[:outputs], args[outputs:], kwargs)
 

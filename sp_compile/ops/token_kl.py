@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from sp_compile.errors import InvalidInput
-from sp_compile.ops.heads import Gradients, Head, Softmax, check_values, masked_product, spans, without_autocast
-from sp_compile.ops.numerics import accumulate_dtype, owned
+from sp_compile.ops.heads import Gradients, Head, Softmax, check_values, masked_product, spans
+from sp_compile.ops.numerics import accumulate_dtype, owned, without_autocast
 from sp_compile.ops.rows import EXACT, check_index
 
 ARGUMENTS = "Tensor? index, Tensor values, Tensor? weight, Tensor? bias, Tensor reference, Tensor? reference_weight, Tensor? reference_bias"

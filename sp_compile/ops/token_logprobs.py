@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from sp_compile.errors import InvalidInput
-from sp_compile.ops.heads import OPTIONS, Gradients, Head, Positions, Softmax, check_values, local, masked_product, spans, without_autocast
-from sp_compile.ops.numerics import accumulate_dtype, owned
+from sp_compile.ops.heads import OPTIONS, Gradients, Head, Positions, Softmax, check_values, local, masked_product, spans
+from sp_compile.ops.numerics import accumulate_dtype, owned, without_autocast
 from sp_compile.ops.rows import EXACT, check_index, check_target
 
 ARGUMENTS = "Tensor values, Tensor? index, Tensor target, Tensor? weight, Tensor? bias"

@@ -6,6 +6,7 @@ computes it without the rows, or None where it does not apply.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import operator
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from sp_compile.passes.row_views import Builder, RowView, same
 Use = Callable[[torch.fx.Node, RowView, Builder], RowView | torch.fx.Node | None]
 
 _ALL = slice(None)
+_HALF = (torch.bfloat16, torch.float16)
+_RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous")
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
@@ -151,6 +154,10 @@ def cross_entropy(node: torch.fx.Node, view: RowView, builder: Builder) -> torch
         return None
     values, index = loss["values"], loss["index"]
     options = {"ignore_index": loss["ignore_index"], "label_smoothing": float(loss["label_smoothing"])}
+    short = _before_cast(view, builder)
+    if short.values.meta["val"].dtype in _HALF and node.meta["val"].dtype == torch.float32:
+        # The op computes in float32 as it is, and the cast rounds the gradient as the op does: no copy of [T, V] is needed.
+        values, options["dtype"] = builder.tokens_first(short), torch.float32
     pair = builder.function(torch.ops.sp_compile.cross_entropy_rows.default, values, index, loss["target"], loss["weight"], **options)
     return _reduced(pair, loss["reduction"], builder)
 
@@ -169,6 +176,22 @@ def token_logprobs(node: torch.fx.Node, view: RowView, builder: Builder) -> torc
         return None
     operands = (index, given["target"], given.get("weight"), given.get("bias"))
     return builder.function(token_logprobs_rows, builder.tokens_first(view), *operands, **{name: given[name] for name in names[5:]})
+
+
+def _before_cast(view: RowView, builder: Builder) -> RowView:
+    """The view of what was cast to float32, if it was; it may have been reshaped since."""
+    node, reshapes = view.values, list[torch.fx.Node]()
+    while node.op == "call_method" and node.target in _RESHAPES and isinstance(node.args[0], torch.fx.Node):
+        reshapes.append(node)
+        node = node.args[0]
+    source = node.args[0] if node.op == "call_method" and node.target in ("float", "to", "type") else None
+    cast, value = _tensor(source), node.meta["val"]
+    if cast is None or not isinstance(source, torch.fx.Node) or value.dtype != torch.float32 or cast.device != value.device:
+        return view
+    builder.passed |= dict.fromkeys((*reshapes, node))
+    for one in reversed(reshapes):
+        source = builder.method(str(one.target), source, *one.args[1:], **one.kwargs)
+    return dataclasses.replace(view, values=source)
 
 
 def nll_loss(node: torch.fx.Node, view: RowView, builder: Builder) -> torch.fx.Node | None:

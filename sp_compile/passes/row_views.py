@@ -135,11 +135,13 @@ class Builder:
         epoch: number of the stretch of the graph between switches of grad mode or autocast; nodes are not reused across.
         grad: the grad mode at `place`.
         made: all of them, with their epochs.
+        passed: pure nodes of the graph that something read before; `clean` drops those that nobody reads any more.
     """
 
     def __init__(self, graph: torch.fx.Graph, sizes: Sizes) -> None:
         self.graph, self.sizes = graph, sizes
         self.made: dict[torch.fx.Node, int] = {}
+        self.passed: dict[torch.fx.Node, None] = {}
         self.known: dict[str, torch.fx.Node] = {}
         self.place: torch.fx.Node = next(iter(graph.nodes))
         self.epoch = 0
@@ -175,7 +177,8 @@ class Builder:
             first = known.setdefault(f"{epoch} {_checkpoint(node)} {node.op} {node.target} {node.args} {node.kwargs}", node)
             if first is not node:
                 node.replace_all_uses_with(first)
-        for node, _ in reversed(ordered):
+        passed = [node for node in reversed(self.graph.nodes) if node in self.passed]
+        for node in (*(node for node, _ in reversed(ordered)), *passed):
             if not node.users:
                 self.graph.erase_node(node)
 

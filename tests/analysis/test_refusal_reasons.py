@@ -69,6 +69,15 @@ def written(x: Tensor, ids: Tensor) -> Tensor:
     return x
 
 
+def zeros(x: Tensor, ids: Tensor) -> Tensor:
+    return x + torch.cat([x.new_zeros(x.shape[0], 1, x.shape[2]), x], 1)[:, :-1]  # here
+
+
+def convolved(x: Tensor, ids: Tensor) -> Tensor:
+    weight = torch.ones(x.shape[2], 1, 3, dtype=x.dtype)
+    return x + F.conv1d(x.mT, weight, padding=2, groups=x.shape[2]).mT.split([x.shape[1], 2], 1)[0]  # here
+
+
 def unknown(x: Tensor, ids: Tensor) -> Tensor:
     return x + torch.fft.rfft(x).abs().sum(-1, keepdim=True)  # here
 
@@ -86,6 +95,8 @@ def unknown(x: Tensor, ids: Tensor) -> Tensor:
         (dropout, "random numbers are drawn per token", "aten.", "x", "Set dropout to 0"),
         (squeezed, "squeeze() without a dimension would drop the batch axis", "aten.squeeze.default", "squeeze", "Name the dimension"),
         (written, "an op writes to a part of the rows or columns", "aten.fill_.Tensor", "setitem", "Write it without in-place ops."),
+        (zeros, "tokens are joined to tokens", "aten.cat.default", "cat", "F.pad(x, (W - 1, 0))"),
+        (convolved, "a convolution of tokens reads other ones", "aten.convolution.default", "conv1d", "conv(x)[..., :L]"),
         (unknown, "there is no rule for this op", "aten._fft_r2c.default", "fft_rfft", "register a rule"),
     ],
 )

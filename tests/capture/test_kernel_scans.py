@@ -369,6 +369,22 @@ def test_an_argument_that_is_not_known_is_refused() -> None:
     assert not sites(graph, "dense_causal_conv1d")
 
 
+@pytest.mark.parametrize(("left_out", "said"), [("dt_bias", "no dt_bias"), ("outproj_weight", "no outproj_weight, beside")])
+def test_what_a_fused_scan_lacks_is_named(left_out: str, said: str) -> None:
+    model = Mixer("split")
+    given = {"dt_bias": model.skip[:2], "outproj_weight": model.out.weight} | {left_out: None}
+
+    def mix(x: Tensor) -> Tensor:
+        return mamba_split_conv1d_scan_combined(
+            model.wide(x), model.taps.weight.squeeze(1), model.taps.bias, A=-model.rate[:2, 0].exp(), D=model.skip[2:4], chunk_size=4,
+            outproj_bias=model.out.bias, headdim=4, ngroups=2, **given,
+        )  # fmt: skip
+
+    with pytest.warns(UserWarning, match=said):
+        graph = capture(mix, torch.randn(2, 6, 8, dtype=torch.float64))
+    assert said in reasons(graph)[0]
+
+
 def test_a_gate_inside_of_a_scan_is_ops_on_tokens() -> None:
     x, gate = torch.randn(2, 2, 6, 2, 4)
     B, C = torch.randn(2, 2, 6, 2, 4)
@@ -418,6 +434,36 @@ def test_a_refusal_that_breaks_the_graph_is_said() -> None:
     assert len(GRAPHS) > 1, "the function itself ran, between two graphs"
     assert not any(sites(graph, "dense_linear_attention") for graph in GRAPHS)
     torch.testing.assert_close(got, model(batch()))
+
+
+def test_a_refusal_that_breaks_the_graph_is_in_the_account() -> None:
+    """Beside what is said of the graph behind the break, which knows of no token ids; and of this model only."""
+    torch._dynamo.reset()
+    compiled = torch.compile(Started(), backend=shared_prefix, options={"inner": "eager"})
+    with pytest.warns(UserWarning, match="initial_state"):
+        compiled(batch())
+    for rows in (batch()[:-1], batch()):
+        compiled(rows)
+        first, *others = sp_compile.last_run().refused
+        assert "chunk_simple_gla was given initial_state" in first
+        assert "graph breaks at that call" in first
+        assert any("no integer [rows, columns] input" in other for other in others)
+    torch.compile(Mixer("simple"), backend=shared_prefix, options={"inner": "eager"})(batch())
+    assert sp_compile.last_run().refused == ()
+
+
+def test_a_refusal_in_the_graph_is_told_once() -> None:
+    torch._dynamo.reset()
+    taps, table = torch.randn(8, 3, dtype=torch.float64), torch.randn(50, 8, dtype=torch.float64)
+
+    def model(ids: Tensor) -> Tensor:
+        return causal_conv1d_fn(table[ids].transpose(1, 2), taps, return_final_states=True)[0]
+
+    with pytest.warns(UserWarning, match="return_final_states"):
+        torch.compile(model, backend=shared_prefix, options={"inner": "eager"})(batch())
+    (reason,) = sp_compile.last_run().refused
+    assert "return_final_states" in reason
+    assert "graph breaks" not in reason
 
 
 def test_a_refusal_is_an_error_on_packed_values() -> None:

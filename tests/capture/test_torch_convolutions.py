@@ -21,10 +21,25 @@ CAUSAL: dict[str, tuple[int, Form]] = {
     "padded before": (0, lambda conv, x: conv(F.pad(x, (3, 0)))),
     "narrowed": (3, lambda conv, x: conv(x).narrow(2, 0, x.shape[2])),
     "padded before it is turned": (0, lambda conv, x: conv(F.pad(x.transpose(1, 2), (0, 0, 3, 0)).transpose(1, 2))),
+    "cut after it is turned": (3, lambda conv, x: conv(x).mT[:, : x.shape[2]]),
+    "chomped after it is turned": (3, lambda conv, x: conv(x).transpose(1, 2)[:, :-3]),
+    "cut in the middle after it is turned": (3, lambda conv, x: conv(x).permute(0, 2, 1)[..., : x.shape[2], :]),
+    "turned twice": (3, lambda conv, x: torch.transpose(conv(x).mT, 1, 2)[..., : x.shape[2]]),
+    "an activation before the cut": (3, lambda conv, x: F.silu(conv(x))[..., : x.shape[2]]),
+    "an activation, then turned": (3, lambda conv, x: F.gelu(conv(x), approximate="tanh").sigmoid().mT[:, : x.shape[2]]),
+    "turned, then an activation": (3, lambda conv, x: torch.relu(conv(x).mT)[:, :-3, :]),
+    "narrowed by a function": (3, lambda conv, x: torch.narrow(conv(x), dim=-1, start=0, length=x.shape[2])),
+    "narrowed after it is turned": (3, lambda conv, x: conv(x).mT.narrow(1, 0, x.shape[2])),
+    "padded before it is turned by mT": (0, lambda conv, x: conv(F.pad(x.mT, (0, 0, 3, 0)).mT)),
     "written as a function": (0, lambda conv, x: F.conv1d(F.pad(x, [3, 0]), conv.weight, conv.bias, groups=6)),
 }
 IN_PLACE: dict[str, tuple[int, Form]] = {
     "an activation before the cut": (3, lambda conv, x: F.silu(conv(x), inplace=True)[..., : x.shape[-1]]),
+    "an activation between others": (3, lambda conv, x: _after(F.silu(conv(x)), torch.relu_)[..., : x.shape[-1]]),
+    "an activation by position": (3, lambda conv, x: F.relu(conv(x), True)[..., : x.shape[-1]]),
+    "the turned result before the cut": (3, lambda conv, x: _after(conv(x).mT, lambda y: y.mul_(2))[:, : x.shape[-1]]),
+    "an activation that is cut twice": (3, lambda conv, x: _cut_twice(F.silu(conv(x)), x.shape[-1])),
+    "the turned result, which is cut twice": (3, lambda conv, x: _cut_twice(conv(x).mT.mT, x.shape[-1])),
     "the result before the cut": (3, lambda conv, x: _after(conv(x), lambda y: y.mul_(2))[..., : x.shape[-1]]),
     "another cut of the result": (3, lambda conv, x: _cut_twice(conv(x), x.shape[-1])),
     "the padded input": (0, lambda conv, x: conv(_after(F.pad(x, (3, 0)), lambda p: p.mul_(2)))),
@@ -65,7 +80,30 @@ OTHER: dict[str, tuple[int, Form]] = {
     "padded with ones": (0, lambda conv, x: conv(F.pad(x, (3, 0), value=1.0))),
     "strided": (3, lambda conv, x: F.conv1d(x, conv.weight, conv.bias, 2, 3, 1, 6)[..., : x.shape[-1]]),
     "dilated": (3, lambda conv, x: F.conv1d(x, conv.weight, conv.bias, 1, 3, 2, 6)[..., : x.shape[-1]]),
+    "channels are cut": (3, lambda conv, x: conv(x)[:, :4]),
+    "columns of another value": (3, lambda conv, x: conv(x)[..., : x.shape[-1] - 1]),
+    "a cut of what stands in the columns' place": (3, lambda conv, x: conv(x).mT[..., : x.shape[1]]),
+    "the last columns after it is turned": (3, lambda conv, x: conv(x).mT[:, 3:]),
+    "a norm before the cut": (3, lambda conv, x: conv(x).softmax(-1)[..., : x.shape[-1]]),
     "every second column": (3, lambda conv, x: conv(x)[..., : x.shape[-1] : 2]),
+}
+
+
+def _without_gradient(function: Callable[[], Tensor]) -> Tensor:
+    with torch.no_grad():
+        return function()
+
+
+def _cast(function: Callable[[], Tensor]) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return function()
+
+
+MODES: dict[str, tuple[int, Form]] = {
+    "without its gradient": (3, lambda conv, x: _without_gradient(lambda: conv(x))[..., : x.shape[-1]]),
+    "without the gradient of an activation": (3, lambda conv, x: _without_gradient(lambda: F.silu(conv(x)))[..., : x.shape[-1]]),
+    "of values padded without gradient": (0, lambda conv, x: conv(_without_gradient(lambda: F.pad(x, (3, 0))))),
+    "cast": (3, lambda conv, x: _cast(lambda: conv(x))[..., : x.shape[-1]]),
 }
 
 
@@ -100,6 +138,13 @@ def test_a_causal_convolution_is_one_op(name: str, bias: bool) -> None:
 @pytest.mark.parametrize("name", OTHER)
 def test_must_not_mark_anything_else(name: str) -> None:
     padding, form = OTHER[name]
+    graph, marked, _, _ = _run(padding, form)
+    assert marked is graph
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_must_not_move_a_convolution_to_another_mode(name: str) -> None:
+    padding, form = MODES[name]
     graph, marked, _, _ = _run(padding, form)
     assert marked is graph
 

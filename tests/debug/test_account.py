@@ -89,6 +89,40 @@ def test_graph_break_is_summed() -> None:
     assert run.dense_compiles == 1
 
 
+def test_dense_form_of_the_first_sizes() -> None:
+    """As torch compiles: with numbers first, with symbols at the second sizes."""
+    model = compiled(Model())
+    found = []
+    for batch in ((4, 0, 10), (4, 0, 10), (3, 0, 7), (4, 0, 10), (5, 0, 9), (4, 6, 10), (6, 0, 8)):
+        model(rows(*batch))
+        found.append((sp_compile.last_run().compiles, sp_compile.last_run().dense_compiles))
+    assert found == [(1, 1), (1, 1), (2, 2), (2, 2), (2, 2), (3, 2), (3, 2)]
+    assert "1: for sizes with" in sp_compile.explain()
+
+
+def test_dense_form_where_batches_share() -> None:
+    model = compiled(Model())
+    for batch in ((4, 6, 10), (4, 0, 10), (3, 0, 7)):
+        model(rows(*batch))
+    assert (sp_compile.last_run().compiles, sp_compile.last_run().dense_compiles) == (2, 1)
+
+
+def test_token_ids_in_a_buffer_are_said() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+            self.register_buffer("ids", rows(4, 6, 10), persistent=False)
+
+        def forward(self) -> Tensor:
+            return self.model(self.ids)  # type: ignore[no-any-return]
+
+    with pytest.warns(UserWarning, match="holds as a buffer"):
+        compiled(Held())()  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="holds as a buffer"):
+        compiled(Held(), strict=True)()  # type: ignore[arg-type]
+
+
 def test_two_models_alternating_are_not_mixed() -> None:
     first, second = compiled(Model(graph_break=True)), Model()
     second.compile(backend=shared_prefix, options={"inner": "eager"})

@@ -70,7 +70,7 @@ def take_tokens_cases(forest: Forest) -> list[Arguments]:
 
 
 def cross_entropy_rows_cases(forest: Forest) -> list[Arguments]:
-    options: Arguments = {"weight": None, "ignore_index": -100, "label_smoothing": 0.1}
+    options: Arguments = {"weight": None, "ignore_index": -100, "label_smoothing": 0.1, "dtype": None}
     return [
         {"logits": case["values"], "index": case["index"], "target": case["target"].masked_fill(case["target"] == 3, -100)} | options
         for case in take_tokens_cases(forest)

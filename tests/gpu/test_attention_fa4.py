@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import sp_compile
 from sp_compile.backend import shared_prefix
-from sp_compile.kernels.attention import fa4
+from sp_compile.kernels.attention import fa4, fa4_ordered
 from sp_compile.layout import Forest
 from sp_compile.lowering.attention import TABLE
 from sp_compile.lowering.registry import Implementation, bind, call, select
@@ -86,7 +87,8 @@ def test_equals_float64_for_one_row(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dims"),
-    [("fa4_chains", (192, 128)), ("fa4_chains", (256, 256)), ("fa4_mixed", (128, 128)), ("fa4_blocks", (96, 96)), ("fa4_blocks", (20, 12))],
+    [("fa4_chains", (192, 128)), ("fa4_chains", (256, 256)), ("fa4_mixed", (128, 128)), ("fa4_blocks", (96, 96)), ("fa4_blocks", (20, 12))]
+    + [("fa4_ordered", dims) for dims in ((64, 64), (96, 96), (128, 128), (80, 40), (128, 64))],
 )
 @pytest.mark.parametrize("heads", [(4, 1), (2, 2)])
 def test_equals_float64_for_head_dims(name: str, dims: tuple[int, int], heads: tuple[int, int]) -> None:
@@ -101,10 +103,18 @@ def test_equals_float64_for_dtypes_and_heads(name: str, changed: dict[str, Any])
     check(name, tree, make(tree, **changed))
 
 
-def test_equals_float64_for_many_short_rows() -> None:
+@EVERY
+def test_equals_float64_for_many_short_rows(name: str) -> None:
     tree = Forest.from_rows([[s, *range(5), 100 + b] for s in range(150) for b in range(3)])
-    for name in ITEMS:
-        check(name, tree, make(tree))
+    check(name, tree, make(tree))
+
+
+@EVERY
+def test_equals_float64_for_many_stars(name: str) -> None:
+    tree = Forest.from_rows(
+        [[1000 * s + x for x in (*range(100 + s), *range(400 + 100 * b, 460 + 100 * b))] for s in range(40) for b in range(4)]
+    )
+    check(name, tree, make(tree, dims=(128, 128), heads=(4, 2)), PLAIN | {"scale": 0.09})
 
 
 @EVERY
@@ -134,14 +144,19 @@ def replays(name: str, times: int) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["fa4_mixed", "fa4_chains"])
+@pytest.mark.parametrize("name", ["fa4_auto_ordered", "fa4_ordered", "fa4_mixed", "fa4_chains"])
 def test_replays_bit_for_bit_under_contention(name: str) -> None:
     torch.use_deterministic_algorithms(True)
     first, *others = replays(name, 6)
     assert all(same_bits(one, two) for other in others for one, two in zip(first, other, strict=True))
 
 
-@EVERY
+def test_ordered_sums_repeat_whatever_is_required() -> None:
+    first, *others = replays("fa4_ordered", 6)
+    assert all(same_bits(one, two) for other in others for one, two in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["fa4_blocks", "fa4_mixed", "fa4_chains"])
 def test_without_deterministic_algorithms_bits_of_gradients_differ(name: str) -> None:
     first, *others = replays(name, 12)
     assert all(same_bits(first[0], other[0]) for other in others)
@@ -169,12 +184,21 @@ def test_kernels_do_not_change_with_the_forest() -> None:
     assert counts[-1] == counts[1], counts
 
 
+def test_kernels_with_other_masks_stay_the_packages_own() -> None:
+    interface, cutlass = importlib.import_module("flash_attn.cute.interface"), importlib.import_module("cutlass")
+    fa4_ordered.install()
+    ordered, other = fa4_ordered.functions()["mask"], fa4.functions()["mask"]
+    for deterministic, mask in ((True, other), (False, ordered), (True, ordered)):
+        made = interface.FlashAttentionBackwardSm90(cutlass.BFloat16, 64, deterministic=deterministic, mask_mod=mask)
+        assert made.in_turn == (deterministic and mask is ordered)
+
+
 def test_is_chosen_and_says_why_not() -> None:
     inputs = make(forest("ragged_star"))
     bound = bind(SEMANTIC, inputs, PLAIN)
     assert select(SEMANTIC, bound, deterministic=False).implementation.name == "fa4_blocks"
     chosen = select(SEMANTIC, bound, deterministic=True)
-    assert chosen.implementation.name == "fa4_mixed"
+    assert chosen.implementation.name == "fa4_auto_ordered"
     assert ("fa4_blocks", "not deterministic, and deterministic algorithms are required") in chosen.rejected
     assert select(SEMANTIC, bound, names=["fa4_chains", "blocked"]).implementation.name == "fa4_chains"
     wide = bind(SEMANTIC, make(forest("ragged_star"), dims=(192, 128)), PLAIN)
@@ -211,7 +235,7 @@ def test_through_the_compiler(strict: bool) -> None:
         exact, dense = step(model, model, ids), step(half, half, ids)
         shared = step(compiled, half, ids)
         account = sp_compile.last_run()
-        assert account.kernels["attention"].startswith("fa4_mixed" if strict else "fa4_blocks"), account.kernels
+        assert account.kernels["attention"].startswith("fa4_auto_ordered" if strict else "fa4_auto "), account.kernels
         assert account.physical_tokens < account.logical_tokens
         for one, two, want in zip(shared, dense, exact, strict=True):
             assert relative_error(one, want) < 1.25 * relative_error(two, want) + 2e-3

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sp_compile.errors import InvalidShards, StaleRoute
 from sp_compile.layout import Forest
+from sp_compile.layout.fetches import Look
 from sp_compile.layout.local_forest import LocalForest
 from sp_compile.layout.rank_plans import RankPlan, plan_rank, take_local
 from sp_compile.layout.shards import contiguous, zigzag
@@ -87,6 +88,69 @@ def test_chains_add_up_to_whole_paths(forest: Forest, ranks: int) -> None:
                 first = token // plan.size * plan.size
                 walked += [t for t in path(forest, token) if t >= first]
             assert walked == path(forest, entry)
+
+
+LOOKS = st.builds(Look, st.tuples(st.integers(0, 2), st.integers(0, 1)), st.tuples(st.integers(0, 2), st.integers(0, 1)),
+                  st.integers(0, 2), st.booleans())  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(FORESTS.filter(lambda forest: forest.num_columns > 2), RANKS, LOOKS)
+def test_looks_reach_the_token_of_another_forest(forest: Forest, ranks: int, look: Look) -> None:
+    """Whatever ranks hold the two; each rank's fetch and the others' sends agree."""
+    each = plans(forest, ranks)
+    fetches = [plan.look(look)[0] for plan in each]
+    for rank, plan in enumerate(each):
+        fetch, table = plan.look(look)
+        source, target = plan.finer(*look.source), plan.finer(*look.target)
+        assert table.size == target.size
+        assert [f.send_sizes[rank] for f in fetches] == list(fetch.receive_sizes)
+        for local, place in enumerate(table.tolist()):
+            token = target.first + local
+            if token >= target.forest.num_tokens:
+                assert place == -1
+                continue
+            width = source.forest.num_columns
+            column = int(target.forest.column[token]) + look.offset
+            column = column % width if look.wraps else min(column, width - 1)
+            wanted = int(source.forest.index[target.forest.row[token], column])
+            assert (fetch.rows[place] if place >= 0 else -1) == wanted
+    for rank, fetch in enumerate(fetches):
+        source = each[rank].finer(*look.source)
+        parts = np.split(fetch.send + source.first, np.cumsum(fetch.send_sizes)[:-1])
+        for other, part in enumerate(parts):
+            rows = fetches[other].rows
+            assert part.tolist() == rows[(rows >= source.first) & (rows < source.first + source.size)].tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(FORESTS, RANKS)
+def test_every_place_of_a_row_is_on_one_rank(forest: Forest, ranks: int) -> None:
+    each = plans(forest, ranks)
+    columns = forest.num_columns + 1
+    found = np.stack([np.where(plan.index(columns) < 0, -1, plan.index(columns) + plan.first) for plan in each])
+    whole = each[0].index(columns, whole=True)
+    assert ((found >= 0).sum(0) == (whole >= 0)).all()
+    assert (found.max(0) == whole).all()
+    for plan in each:
+        own = plan.forest.row[plan.first : plan.first + plan.size]
+        assert plan.row[: own.size].tolist() == own.tolist()
+        assert not plan.row[own.size :].any()
+
+
+def test_tensors_of_refined_forests_and_of_rows() -> None:
+    forest = Forest.from_rows([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]])
+    each = [LocalForest.of(plan) for plan in plans(forest, 2)]
+    refined = forest.refined(1)
+    for local in each:
+        plan = local.plan.finer(1, 0)
+        count, row, index, whole = local.tensors(("count@1-0", "row@1-0", "index@1-0", "rank_whole_index@1-0"), "cpu")
+        assert count.tolist() == plan.count.tolist()
+        assert row.tolist() == plan.row.tolist()
+        assert whole.tolist() == refined.index.tolist()
+        assert index.tolist() == plan.index(forest.num_columns).tolist()
+        assert (local.num_rows, local.num_columns) == (3, 4)
+    assert sum(int(local.tensor("count@1-0", "cpu").sum()) for local in each) == forest.logical_tokens
 
 
 def test_traffic_of_a_star_grows_with_the_ranks_only() -> None:

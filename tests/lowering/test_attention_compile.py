@@ -66,7 +66,10 @@ def compare(compiled: Any, eager: Any, tree: Forest) -> None:
         assert relative_error(one, other) < 1e-5
 
 
-@pytest.mark.parametrize("name", [item.name for item in TABLE if item.name != "chains_cuda" and not item.name.startswith("fa4")])
+@pytest.mark.parametrize(
+    "name",
+    [item.name for item in TABLE if item.name != "chains_cuda" and not item.name.startswith("triton") and not item.name.startswith("fa4")],
+)
 def test_one_graph_for_any_number_of_tokens(name: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sp_compile.errors import InvalidInput, NoImplementation
-from sp_compile.kernels.attention import fa4
+from sp_compile.kernels.attention import fa4, fa4_ordered
 from sp_compile.layout import Forest
 from sp_compile.layout.mask_blocks import BLOCK
 from sp_compile.lowering.attention import TABLE
@@ -36,6 +36,32 @@ class Blocks(NamedTuple):
     full_block_cnt: Tensor
     full_block_idx: Tensor
     block_size: tuple[int, int]
+    dq_write_order: Tensor | None = None
+    dq_write_order_full: Tensor | None = None
+    spt: bool | None = None
+
+
+def walked(given: Blocks) -> Blocks:
+    """Lists of what our kernel visits, after a look at the turns it waits for: all that is added before comes from earlier rows."""
+    assert given.spt is False
+    assert given.dq_write_order is not None
+    columns = (given.mask_block_cnt, given.mask_block_idx, given.full_block_cnt, given.full_block_idx, given.dq_write_order)
+    assert all(column.dtype == torch.int32 for column in columns)
+    rows = torch.stack([column.flatten() for column in columns], 1).tolist()
+    taken = [0] * len(rows)
+    part: list[list[int]] = [[] for _ in rows]
+    full: list[list[int]] = [[] for _ in rows]
+    for block, middle, stop, last_turn, turn in rows:
+        assert taken[block:stop] == [*[turn] * (stop - block - 1), last_turn]
+        taken[block:stop] = [one + 1 for one in taken[block:stop]]
+        part[block], full[block] = [block, *range(middle, stop)], [*range(block + 1, middle)]
+    made: list[Tensor] = []
+    for lists in (part, full):
+        counts = [len(one) for one in lists]
+        made.append(torch.tensor(counts, dtype=torch.int32).view(1, 1, -1))
+        filled = [one + [0] * (max(1, *counts) - len(one)) for one in lists]
+        made.append(torch.tensor(filled, dtype=torch.int32).view(1, 1, len(rows), -1))
+    return Blocks(made[0], made[1], made[2], made[3], given.block_size, spt=False)
 
 
 def from_lengths(q_lengths: Tensor, k_lengths: Tensor, causal: bool, shape: tuple[int, int]) -> Tensor:
@@ -64,10 +90,11 @@ def from_blocks(given: Blocks, allowed: Callable[[Tensor, Tensor], Tensor], toke
 
 def mask_of(q: Tensor, k: Tensor, given: dict[str, Any], of_keys: bool) -> Tensor:
     if given.get("block_sparse_tensors") is not None:
-        assert given["mask_mod"] == "the mask"
+        lists = given["block_sparse_tensors"]
+        assert given["mask_mod"] == ("the mask" if lists.spt is None else "the mask of ordered sums")
         (end,) = given["aux_tensors"]
         assert (end.dtype, len(end) % BLOCK) == (torch.int32, 0)
-        return from_blocks(given["block_sparse_tensors"], lambda i, j: (j <= i) & (i < end[j]), q.shape[0], of_keys)
+        return from_blocks(lists, lambda i, j: (j <= i) & (i < end[j]), q.shape[0], of_keys)
     for side in "qk":
         lengths = given[f"cu_seqlens_{side}"]
         assert lengths.dtype == torch.int32
@@ -98,8 +125,13 @@ def plain_backward(
     **given: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As the package's: probabilities from the lse and the inner product from the out that it is given."""
-    blocks = given.get("block_sparse_tensors") is not None
-    assert deterministic == (torch.are_deterministic_algorithms_enabled() and not blocks)
+    lists = given.get("block_sparse_tensors")
+    if lists is None:
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
+    elif deterministic:
+        given["block_sparse_tensors"] = walked(lists)
+    else:
+        assert lists.spt is None
     inputs = [x[0] if x.dim() == 4 else x for x in (q, k, v, out, dout)]
     q_, k_, v_, o, do = (x.double() for x in inputs)
     lse = lse[0] if lse.dim() == 3 else lse
@@ -113,10 +145,26 @@ def plain_backward(
     return tuple(x.to(like.dtype).view_as(like) for x, like in ((d_q, q), (d_k, k), (d_v, v)))
 
 
+class PlainKernel:
+    def __init__(self, deterministic: bool, tile_m: int, mask_mod: Any, q_subtile_factor: int) -> None: ...
+
+    def load(self, mQ: Any, TileSchedulerCls: Any, blocksparse_tensors: Any) -> None: ...
+
+    def mma(self, mdK: Any, AttentionMaskCls: Any, TileSchedulerCls: Any, blocksparse_tensors: Any) -> None: ...
+
+    def dQaccum_store(
+        self, mdQaccum: Any, sdQaccum: Any, block_info: Any, TileSchedulerCls: Any, SeqlenInfoCls: Any, blocksparse_tensors: Any,
+        mdQ_semaphore: Any,
+    ) -> None: ...  # fmt: skip
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"forward": plain_forward, "backward": plain_backward, "blocks": Blocks, "mask": "the mask"}
     monkeypatch.setattr(fa4, "functions", lambda: made)
+    kernel = {"mask": "the mask of ordered sums", "kernel": PlainKernel}
+    monkeypatch.setattr(fa4_ordered, "functions", lambda: made | kernel)
+    monkeypatch.setattr(fa4_ordered, "install", lambda: None)
 
 
 def errors(
@@ -169,6 +217,21 @@ def test_bfloat16_windows_and_padding(name: str) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("name", ["fa4_auto", "fa4_auto_ordered"])
+def test_backward_is_chosen_by_the_mean_node(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = forest("ragged_star")
+    mean, turns = tree.num_tokens // tree.num_nodes, list[int]()
+    ordered = fa4_ordered.backward
+    monkeypatch.setattr(fa4_ordered, "backward", lambda *given: turns.append(1) or ordered(*given))
+    for dims, limit in itertools.product(((72, 72), (64, 64)), (mean, mean + 1)):
+        monkeypatch.setattr(fa4_ordered, "LONG", limit)
+        assert max(errors(name, tree, make(tree, dims=dims))) < TOLERANCE[torch.float64]
+        long = limit == mean and (name == "fa4_auto" or dims[0] > fa4_ordered.NARROW)
+        assert bool(turns) is not long, (dims, limit)
+        turns.clear()
+
+
+@pytest.mark.usefixtures("stand_in")
 @EVERY
 def test_another_forest_and_unknown_masks_are_refused(name: str) -> None:
     tree, other = forest("ragged_star"), forest("deep")
@@ -194,6 +257,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     installed(monkeypatch, fa4.OLDEST)
     fa4._broken.cache_clear()
+    fa4_ordered._broken.cache_clear()
     mode = FakeTensorMode()
 
     def arguments(dtype: torch.dtype = torch.bfloat16, dims: tuple[int, int] = (64, 64), **changed: Any) -> dict[str, Any]:
@@ -222,10 +286,10 @@ def reasons(arguments: dict[str, Any], **options: Any) -> dict[str, str]:
 @pytest.mark.usefixtures("stand_in")
 def test_the_fastest_that_is_allowed_is_chosen(hopper: Callable[..., dict[str, Any]]) -> None:
     accepting(fa4.functions())
-    assert select(SEMANTIC, hopper(), deterministic=False).implementation.name == "fa4_blocks"
+    assert select(SEMANTIC, hopper(), deterministic=False).implementation.name == "fa4_auto"
     chosen = select(SEMANTIC, hopper(), deterministic=True)
-    assert chosen.implementation.name == "fa4_mixed"
-    assert ("fa4_blocks", "not deterministic, and deterministic algorithms are required") in chosen.rejected
+    assert chosen.implementation.name == "fa4_auto_ordered"
+    assert ("fa4_auto", "not deterministic, and deterministic algorithms are required") in chosen.rejected
     assert select(SEMANTIC, hopper(dims=(192, 128)), deterministic=False).implementation.name == "fa4_chains"
     assert select(SEMANTIC, hopper(), names=["chains_cuda", "fa4_chains"]).implementation.name == "chains_cuda"
 
@@ -273,6 +337,31 @@ def test_a_package_that_cannot_be_used_says_why(hopper: Callable[..., dict[str, 
     assert "another interface: its forward function does not know aux_tensors, block_sparse_tensors, causal" in fa4.unusable()  # type: ignore[operator]
     with pytest.raises(NoImplementation, match="another interface"):
         select(SEMANTIC, hopper(), names=["fa4_blocks"], deterministic=False)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_ordered_sums_want_the_kernel_they_were_fitted_to(hopper: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    known = fa4_ordered.functions()
+    accepting(fa4.functions())
+    assert fa4_ordered.unusable() is None
+
+    def said(version: str, **changed: Any) -> str:
+        installed(monkeypatch, version)
+        monkeypatch.setattr(fa4_ordered, "functions", lambda: known | changed)
+        fa4_ordered._broken.cache_clear()
+        chosen = select(SEMANTIC, hopper_arguments, deterministic=True)
+        assert chosen.implementation.name == "fa4_mixed"
+        return dict(chosen.rejected)["fa4_ordered"]
+
+    hopper_arguments = hopper()
+    assert said("4.0.0") == "is fitted to flash-attn-4 4.0.0b36, found 4.0.0"
+    found = said(fa4.OLDEST, kernel=type("Other", (PlainKernel,), {"mma": lambda self, mdK, TileSchedulerCls: None}))
+    assert "another interface: " in found
+    assert "does not know AttentionMaskCls, blocksparse_tensors" in found
+    assert "__init__ does not know" in said(fa4.OLDEST, kernel=type("Other", (PlainKernel,), {"__init__": lambda self, tile_m: None}))
+    assert "does not know dq_write_order, dq_write_order_full, spt" in said(fa4.OLDEST, blocks=lambda mask_block_cnt: None)
+    found = said(fa4.OLDEST, kernel=lambda deterministic, mask_mod, q_subtile_factor, tile_m: None)
+    assert found.endswith("its load does not know TileSchedulerCls, blocksparse_tensors")
 
 
 def test_nothing_of_the_package_is_imported_for_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,10 @@ def test_attention_elsewhere_gets_blocked() -> None:
     assert choice.implementation.name == "blocked"
     assert dict(choice.rejected) == {
         "chains": "runs on cpu, the tensors are on meta",
-        **dict.fromkeys(("fa4_blocks", "fa4_mixed", "fa4_chains", "chains_cuda"), "runs on NVIDIA GPUs, the tensors are on meta"),
+        **dict.fromkeys(
+            ("fa4_auto", "fa4_auto_ordered", "fa4_blocks", "fa4_ordered", "fa4_mixed", "fa4_chains", "triton", "chains_cuda"),
+            "runs on NVIDIA GPUs, the tensors are on meta",
+        ),
     }
     strange = torch.empty(1, 4, 8, 8, device="meta", dtype=torch.float8_e4m3fn)
     assert select(semantic, bind(semantic, (strange, *args[1:]), kwargs)).implementation.name == "reference"

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sp_compile.errors import NoImplementation
+from sp_compile.layout.chunks import chunk_tensor_name
 from sp_compile.layout.tensors import symbolic_shape
 from sp_compile.lowering import scans
 from sp_compile.lowering.registry import Implementation, bind, call, implementations, select
@@ -56,8 +57,8 @@ def test_ssd_scan_gets_the_chunks_that_its_options_name(options: Any, names: Any
 def test_chunks_have_a_fake_whose_number_is_a_size_of_its_own() -> None:
     """What the compiler's last pass makes of the graph input, and what the op makes of that: no guard on the number of chunks or tokens."""
     shapes = Shapes(SimpleNamespace(fakes=[], symbols=None))  # type: ignore[arg-type]
-    chunks = shapes.value(Input(Source.FOREST, "chunks_exact_64"))
-    other = shapes.value(Input(Source.FOREST, "chunks_replay_64"))
+    chunks = shapes.value(Input(Source.FOREST, chunk_tensor_name("exact", 64)))
+    other = shapes.value(Input(Source.FOREST, chunk_tensor_name("replay", 64)))
     prev, end = (shapes.value(Input(Source.FOREST, name)) for name in ("prev", "end"))
     sizes = {str(value.shape[0].node.expr) for value in (chunks, other, prev)}
     assert len(sizes) == 3

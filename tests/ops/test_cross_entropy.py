@@ -137,3 +137,18 @@ def test_replays_bit_for_bit() -> None:
     for _ in range(3):
         again = ops.cross_entropy_rows_backward(grad, logits, index, target, None, lse, ignore_index=-100, label_smoothing=0.1)
         assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_in_float32_are_those_of_a_cast(dtype: torch.dtype) -> None:
+    """The same bits as of logits that are cast first, whose cast rounds the gradient."""
+    logits, index, target = case(dtype)
+    options: dict[str, Any] = {"ignore_index": -100, "label_smoothing": 0.1}
+    short, *_ = ops.cross_entropy_rows(logits, index, target, None, **options, dtype=torch.float32)
+    wide, *_ = ops.cross_entropy_rows(logits.float(), index, target, None, **options)
+    assert short.dtype == torch.float32
+    assert torch.equal(short, wide)
+    grad = torch.randn(short.shape, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(*(torch.autograd.grad(loss, logits, grad)[0] for loss in (short, wide)))
+    arguments = (logits, index, target, None)
+    torch.library.opcheck(ops.cross_entropy_rows.default, arguments, {**options, "dtype": torch.float32})

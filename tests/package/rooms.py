@@ -13,7 +13,7 @@ PACKAGE = "sp_compile"
 ROOMS = ("backend", "debug", "training", "planning", "lowering", "passes", "analysis", "capture", "kernels", "ops", "layout")
 
 # Files beside backend.py that are parts of it: what compiles and what runs on each call.
-BACKEND = ("batch", "blocks", "hidden", "inner", "packed", "region", "sharing")
+BACKEND = ("batch", "blocks", "hidden", "inner", "packed", "ranks", "region", "sharing")
 
 # Plain modules under every room: all may import them, they import only one another.
 FOUNDATION = ("errors", "options")

@@ -21,6 +21,7 @@ from sp_compile.analysis.facts import Constant
 from sp_compile.analysis.layouts import PLACES, Dim, Kind, Layout, covers_tokens
 from sp_compile.analysis.permutations import Check, Count, Integers, Inverse, Part, Permuted, Place, Tally, per_token
 from sp_compile.analysis.rules.indexing import gather, index, index_select, index_write, scatter
+from sp_compile.analysis.rules.one_row import index_apart
 from sp_compile.analysis.rules.pointwise import pointwise
 from sp_compile.analysis.rules.reductions import along_dimension, reduce, topk, whole_tensor
 from sp_compile.analysis.rules.reductions import cumsum as plain_cumsum
@@ -97,7 +98,8 @@ def lookup(call: Call) -> Layout:
             return found
     given = list(call.args[1])
     chosen = looked_up(call, call.layout_of(call.args[0]), given, _selected_size(call, given))
-    return index(call) if chosen is None else chosen
+    after = index(call) if chosen is None else chosen
+    return index_apart(call, call.layout_of(call.args[0]), [d for d, _ in used], after) if used else after
 
 
 def _selected_size(call: Call, given: list[Any]) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from sp_compile.analysis.facts import Affine
 from sp_compile.analysis.layouts import Axis, Dim, Kind, Layout, Span
-from sp_compile.analysis.rules.registry import Call, NotPackable, broadcast, require_plain, rule
+from sp_compile.analysis.rules.registry import Call, NotPackable, broadcast, require_no_rows, require_plain, rule
 
 
 def gather(call: Call) -> Layout:
@@ -58,6 +58,7 @@ def index(call: Call) -> Layout:
     shape = broadcast(call, [indices[d] for d in used])
     dims = _placed(base, used, shape)
     if not any(base.token_dim(d) for d in used):
+        require_no_rows(call, call.args[0], used, "an index")
         return call.result(dims)
     layouts = [call.layout_of(indices[d]) for d in used]
     wanted = {

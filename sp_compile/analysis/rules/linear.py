@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from sp_compile.analysis.layouts import Dim, Kind, Layout
-from sp_compile.analysis.rules.registry import CONTRACTS, Call, NotPackable, rule
+from sp_compile.analysis.rules.registry import CONTRACTS, Call, NotPackable, require_plain, rule
 
 _CONTRACTS = "a matrix product contracts over tokens, which mixes them"
+_CONVOLUTIONS = (
+    "A convolution of each channel by itself (groups=C) is known with padding=W-1, W its width, if its first L outputs are cut right "
+    "behind it, conv(x)[..., :L], and without padding if it reads F.pad(x, (W-1, 0))."
+)
 _ADVICE = "Attention written as softmax(q @ k.T + mask) @ v is recognised as a whole; other mixers need a rule."
 
 
 def _product(call: Call, left: Layout, right: Layout, batch: tuple[Dim, ...]) -> tuple[Dim, ...]:
     if left.token_dim(-1) or right.token_dim(-2):
         raise NotPackable(_CONTRACTS, advice=_ADVICE)
-    if left.token_dim(-2) and right.token_dim(-1):
-        return (*batch, left.dims[-2], right.dims[-1])
+    rows = left.may_be_rows(len(left.dims) - 1) or right.may_be_rows(len(right.dims) - 2)
+    if rows and call.symbols.packed and left.has_tokens and right.has_tokens:
+        raise NotPackable("a matrix product contracts over a dimension of size 1, which may be the rows of a packed call")
     return (*batch, left.dims[-2], right.dims[-1])
 
 
@@ -70,6 +75,22 @@ def linear(call: Call) -> Layout:
     if base.token_dim(-1) or weight.has_tokens:
         raise NotPackable(_CONTRACTS, advice=_ADVICE)
     return call.result((*base.dims[:-1], *weight.dims[:-1]))
+
+
+@rule("convolution.default")
+def convolution(call: Call) -> Layout:
+    """Token by token if its kernel has one column, or if the columns it runs over are within a token; others read other tokens."""
+    base, weight = call.layout("input"), call.layout("weight")
+    dims = [call.symbols.dim(size) for size in call.out.shape]
+    if not any(layout.has_tokens or layout.reach.kind > Kind.COLUMN for layout in (base, weight)):
+        return call.result(tuple(dims))
+    along = [d for d in range(2, len(base.dims)) if base.token_dim(d)]
+    single = all(size == 1 for size in (*call.arg("weight").shape[2:], *call.arg("stride")))
+    single = single and not any(call.arg("padding")) and not call.arg("transposed")
+    if weight.has_tokens or weight.reach.kind > Kind.UNIFORM or (along and not single):
+        raise NotPackable("a convolution of tokens reads other ones, and is none that is known to be causal", advice=_CONVOLUTIONS)
+    require_plain(call, call.arg("input"), [1, *(() if single else range(2, len(base.dims)))], "a convolution")
+    return call.result((base.dims[0], dims[1], *(base.dims[2:] if single else dims[2:])))
 
 
 def _batch(left: Layout, right: Layout) -> Dim:

@@ -240,7 +240,7 @@ def require_no_rows(call: Call, tensor: torch.Tensor, dims: Sequence[int], what:
     if not call.symbols.packed or not layout.has_tokens:
         return
     for dim in dims:
-        if layout.dims[dim] == ():
+        if layout.may_be_rows(dim):
             raise NotPackable(f"{what} along dimension {dim} of size 1 may run over the rows, which are one in a packed call")
 
 

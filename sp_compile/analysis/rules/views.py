@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from typing import Any
 
 import sympy
@@ -14,8 +15,11 @@ from sp_compile.analysis.facts import Affine, Atom, ChunkNumber, Constant, MaskS
 from sp_compile.analysis.layouts import COLUMN, Axis, Dim, Kind, Layout, Reach, Span, regroup, size_expr
 from sp_compile.analysis.moved_facts import cut, renumber
 from sp_compile.analysis.permutations import Coordinates, Integers, Whole, narrowed
+from sp_compile.analysis.rules.one_row import apart, goes_behind, grows
 from sp_compile.analysis.rules.registry import Call, Move, NotPackable, rule
 from sp_compile.analysis.rules.selections import coordinate
+
+_ZEROS = "Zeros in front of a causal convolution are known as F.pad(x, (W - 1, 0))."
 
 
 def _kept(dims_before: tuple[Dim, ...], dims_after: tuple[Dim, ...]) -> dict[int, int]:
@@ -50,7 +54,7 @@ def view(call: Call) -> Layout:
 def permute(call: Call) -> Layout:
     base = call.layout_of(call.tensors[0])
     order = [int(d) % len(base.dims) for d in call.arg("dims")]
-    return _reorder(base, order)
+    return _reorder(call, base, order)
 
 
 @rule("transpose.int", "transpose_copy.int", "swapaxes.default")
@@ -61,23 +65,22 @@ def transpose(call: Call) -> Layout:
     a, b = int(call.args[1]) % rank, int(call.args[2]) % rank
     if order:
         order[a], order[b] = order[b], order[a]
-    return _reorder(base, order)
+    return _reorder(call, base, order)
 
 
 @rule("t.default", "t_copy.default", "numpy_T.default", "mT.default")
 def matrix_transpose(call: Call) -> Layout:
     base = call.layout_of(call.tensors[0])
-    rank = len(base.dims)
-    order = list(range(rank))
-    if rank >= 2:
-        order[-1], order[-2] = order[-2], order[-1]
-    return _reorder(base, order)
+    order = list(range(len(base.dims)))
+    order[-2:] = reversed(order[-2:])
+    return _reorder(call, base, order)
 
 
-def _reorder(base: Layout, order: list[int]) -> Layout:
+def _reorder(call: Call, base: Layout, order: list[int]) -> Layout:
     places = {old: new for new, old in enumerate(order)}
     pairs = isinstance(base.fact, MaskSpec) and order[-2:] == [len(order) - 2, len(order) - 1]
-    return base.with_(dims=tuple(base.dims[d] for d in order), fact=base.fact if pairs else renumber(base.fact, places))
+    fact = base.fact if pairs else renumber(base.fact, places)
+    return base.with_(dims=tuple(base.dims[d] for d in order), fact=fact, rows_behind=goes_behind(call, base, order))
 
 
 @rule("unsqueeze.default", "unsqueeze_copy.default")
@@ -107,6 +110,7 @@ def squeeze(call: Call) -> Layout:
         gone = {int(d) % rank for d in wanted if base.dims[int(d) % rank] == ()}
         if any(base.token_dim(int(d) % rank) for d in wanted):
             raise NotPackable("squeeze of a token dimension")
+        base = next((found for d in gone if (found := apart(call, base, d)).rows_behind), base)
     keep = [d for d in range(rank) if d not in gone]
     table = isinstance(base.fact, Triangle | MaskSpec) and keep[-2:] == [rank - 2, rank - 1]
     fact = base.fact if table else renumber(base.fact, {d: i for i, d in enumerate(keep)})
@@ -147,6 +151,7 @@ def repeat(call: Call) -> Layout:
         if times == 1:
             dims.append(old)
         elif old == ():
+            grows(call, call.tensors[:1] if place >= lead else [], place - lead)
             dims.append(call.symbols.dim(call.out.shape[place]))
         elif call.symbols.dim(times) == (Axis.BATCH,) and not base.token_dim(place - lead):
             # row-major: the new rows come first, each with all of the old dimension
@@ -175,6 +180,7 @@ def slice_(call: Call) -> Layout:
     if call.symbols.mentions(call.out.shape[dim]):
         return _table(call, base, dim, start, step)
     whole = before == after
+    base = base if whole and call.arg("end") in (None, sys.maxsize) else apart(call, base, dim)
     if call.symbols.mentions(start) or call.symbols.mentions(call.arg("end")):
         raise NotPackable("a plain dimension is cut at a place computed from the number of rows or columns", dense=base if whole else None)
     dims = tuple(call.symbols.dim(call.out.shape[d]) if d == dim and not whole else old for d, old in enumerate(base.dims))
@@ -256,6 +262,7 @@ def select(call: Call) -> Layout:
         return coordinate(base, int(call.arg("index")), call.out)
     if base.token_dim(dim):
         raise NotPackable("one row or column is selected")
+    base = apart(call, base, dim)
     keep = [d for d in range(len(base.dims)) if d != dim]
     table = isinstance(base.fact, Triangle | MaskSpec) and dim < len(base.dims) - 2
     kept = narrowed(base.fact, call.out) if _mentions_dim(base.fact, dim) else renumber(base.fact, {d: i for i, d in enumerate(keep)})
@@ -268,6 +275,7 @@ def split(call: Call) -> list[Layout]:
     dim = call.dim("dim", len(base.dims), 0)
     if base.token_dim(dim):
         raise NotPackable("tokens are split into parts")
+    base = apart(call, base, dim)
     facts = [narrowed(base.fact, out) if _mentions_dim(base.fact, dim) else base.fact for out in call.outputs]
     return [base.with_(dims=tuple(call.symbols.dim(out.shape[dim]) if d == dim else old for d, old in enumerate(base.dims)), fact=fact)
             for out, fact in zip(call.outputs, facts, strict=True)]  # fmt: skip
@@ -293,6 +301,7 @@ def cat(call: Call) -> Layout:
     if not tensors:
         return call.result(tuple(call.symbols.dim(s) for s in call.out.shape))
     rank = call.out.dim()
+    grows(call, tensors, dim)
     layouts = [call.layout_of(t) for t in tensors]
     others = _line_up(layouts, dim)
     if not any(layout.token_dim(dim) for layout in layouts) and not call.symbols.mentions(call.out.shape[dim]):
@@ -304,7 +313,8 @@ def cat(call: Call) -> Layout:
         dims = tuple((len(tensors), *layouts[0].dims[dim]) if d == dim else others[d] for d in range(rank))
         if len([f for d in dims for f in d if f is Axis.COLUMNS]) == 1 and not call.symbols.packed:
             return call.result(dims)
-    raise NotPackable("tokens are joined to tokens", dense=_joined_columns(call, tensors, layouts, others, dim))
+    advice = _ZEROS if any(layout.fact == Constant(0.0) for layout in layouts) else ""
+    raise NotPackable("tokens are joined to tokens", dense=_joined_columns(call, tensors, layouts, others, dim), advice=advice)
 
 
 def _line_up(layouts: list[Layout], dim: int) -> list[Dim]:
@@ -349,11 +359,7 @@ def stack(call: Call) -> Layout:
     layouts = [call.layout_of(t) for t in call.args[0]]
     dims = _line_up(layouts, -1)
     at = int(call.arg("dim", 0)) % call.out.dim()
-    return call.result(_inserted(dims, at, len(layouts)))
-
-
-def _inserted(dims: list[Dim], at: int, count: int) -> tuple[Dim, ...]:
-    return (*dims[:at], () if count == 1 else (count,), *dims[at:])
+    return call.result((*dims[:at], () if len(layouts) == 1 else (len(layouts),), *dims[at:]))
 
 
 @rule("constant_pad_nd.default")
@@ -369,6 +375,7 @@ def pad(call: Call) -> Layout:
         if before == 0 and after == 0:
             continue
         if not base.token_dim(dim):
+            grows(call, call.tensors[:1], dim)
             dims[dim] = call.symbols.dim(call.out.shape[dim])
             continue
         if base.dims[dim] not in ((Axis.COLUMNS,),) and not (len(base.dims[dim]) == 1 and isinstance(base.dims[dim][0], Span)):

@@ -22,7 +22,7 @@ from sp_compile.ops.attention import (
     sink_gradient,
     softmax_with_sink,
 )
-from sp_compile.ops.numerics import accumulate_dtype, owned
+from sp_compile.ops.numerics import accumulate_dtype, owned, without_autocast
 
 BLOCK = 128
 
@@ -110,6 +110,7 @@ def _add_bias_gradient(d_bias: Tensor, d_scores: Tensor, queries: Tensor, keys: 
     full[:, rows[:, None], columns[None, :]] = full[:, rows[:, None], columns[None, :]] + d_scores
 
 
+@without_autocast
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, key_valid: Tensor | None, segments: Tensor | None,
     bias: Tensor | None, sinks: Tensor | None, *, scale: float, window: int | None, chunk: int | None, softcap: float | None,
@@ -119,6 +120,7 @@ def _forward(
     return forward(q, k, v, mask, sinks, scale)
 
 
+@without_autocast
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, key_valid: Tensor | None, segments: Tensor | None,
     bias: Tensor | None, sinks: Tensor | None, out: Tensor, lse: Tensor,

@@ -19,7 +19,7 @@ from sp_compile.errors import InvalidInput
 from sp_compile.kernels.attention import blocked
 from sp_compile.layout.chains import CAUSAL
 from sp_compile.ops.attention import Gradients, Mask, attention_gradients, check_inputs, gradient_fake, sink_gradient
-from sp_compile.ops.numerics import accumulate_dtype, owned
+from sp_compile.ops.numerics import accumulate_dtype, owned, without_autocast
 
 # Runs of fewer tokens of chains up to this length are padded to the next power of two and batched: a call costs more than their arithmetic.
 SHORT = 128
@@ -194,6 +194,7 @@ def backward(
     return (*narrow, q.new_empty(0), d_sinks)  # type: ignore[return-value]
 
 
+@without_autocast
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, key_valid: Tensor | None, segments: Tensor | None, bias: Tensor | None,
     sinks: Tensor | None, passes: Tensor, *, scale: float, window: int | None, chunk: int | None, softcap: float | None,
@@ -205,6 +206,7 @@ def _forward(
     return forward(q, k, v, sinks, passes, scale)
 
 
+@without_autocast
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, key_valid: Tensor | None, segments: Tensor | None,
     bias: Tensor | None, sinks: Tensor | None, passes: Tensor, out: Tensor, lse: Tensor,

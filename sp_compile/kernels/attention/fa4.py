@@ -128,24 +128,34 @@ def varlen_backward(
 LIBRARY = Library(varlen, varlen_backward, splits=False, head_dims=HEAD_DIMS, apart=((192, 128),))
 
 
-def _blocks(shape: Tensor, blocks: Tensor, tokens: int, of: str) -> dict[str, Any]:
-    """Arguments of the package's functions for the lists of keys (forward) or of queries (backward), views of `mask_blocks`."""
+def described(shape: Tensor, tokens: int) -> dict[str, int]:
+    """`mask_shape` by name.
+
+    Raises:
+        InvalidInput: it is that of a forest with another number of tokens.
+    """
     given = dict(zip(SHAPE, shape[0].tolist(), strict=True))
     if given["tokens"] != tokens:
-        described = given["tokens"]
-        raise InvalidInput(f"attention: blocks describe {described} tokens, q has {tokens}; expected those of this batch's forest")
-    rows, at = given["blocks"], given["blocks"] * BLOCK
-    lists: dict[str, tuple[Tensor, Tensor]] = {}
-    for name in LISTS:
-        items = at + rows
-        lists[name] = blocks[at:items].view(1, 1, rows), blocks[items : items + rows * given[name]].view(1, 1, rows, given[name])
-        at = items + rows * given[name]
-    part, full = lists[f"part_{of}"], lists[f"full_{of}"]
+        found = given["tokens"]
+        raise InvalidInput(f"attention: blocks describe {found} tokens, q has {tokens}; expected those of this batch's forest")
+    return given
+
+
+def _blocks(shape: Tensor, blocks: Tensor, tokens: int, queries: Tensor | None = None) -> dict[str, Any]:
+    """Arguments of the package's functions: lists of keys (forward), views of `mask_blocks`, or those of `mask_queries` (backward)."""
+    given = described(shape, tokens)
+    rows = given["blocks"]
+    names, given_lists, at = (LISTS[:2], blocks, rows * BLOCK) if queries is None else (LISTS[2:], queries, 0)
+    lists: list[Tensor] = []
+    for name in names:
+        width, items = given[name], at + rows
+        lists += given_lists[at:items].view(1, 1, rows), given_lists[items : items + rows * width].view(1, 1, rows, width)
+        at = items + rows * width
     known = functions()
     return {
         "mask_mod": known["mask"],
         "block_sparse_tensors": known["blocks"](
-            mask_block_cnt=part[0], mask_block_idx=part[1], full_block_cnt=full[0], full_block_idx=full[1], block_size=(BLOCK, BLOCK)
+            mask_block_cnt=lists[0], mask_block_idx=lists[1], full_block_cnt=lists[2], full_block_idx=lists[3], block_size=(BLOCK, BLOCK)
         ),
         "aux_tensors": [blocks[: rows * BLOCK]],
     }
@@ -161,7 +171,7 @@ def blocks_forward(
     dim, v_dim = LIBRARY.dims(q, k, v)
     q_, k_, v_ = tokens_first(q, dim)[None], tokens_first(k, dim)[None], tokens_first(v, v_dim)[None]
     with torch.cuda.device_of(q):
-        out, lse, *_ = functions()["forward"](q_, k_, v_, softmax_scale=scale, return_lse=True, **_blocks(shape, blocks, tokens, "keys"))
+        out, lse, *_ = functions()["forward"](q_, k_, v_, softmax_scale=scale, return_lse=True, **_blocks(shape, blocks, tokens))
     out, lse = out[0], lse[0]
     if sinks is not None:
         out, lse = add_sinks(out.to(lse.dtype), lse, sinks)
@@ -169,8 +179,8 @@ def blocks_forward(
 
 
 def blocks_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shape: Tensor, blocks: Tensor, out: Tensor, lse: Tensor,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shape: Tensor, blocks: Tensor, queries: Tensor, out: Tensor,
+    lse: Tensor, scale: float,
 ) -> Gradients:  # fmt: skip
     """Gradients by the block-sparse kernel, which adds up those of queries in changing order."""
     tokens = q.shape[2]
@@ -181,7 +191,7 @@ def blocks_backward(
     v_, grad_, out_ = (tokens_first(x, v_dim) for x in (v, grad, out))
     with torch.cuda.device_of(q):
         found = functions()["backward"](
-            q_[None], k_[None], v_[None], out_[None], grad_[None], lse, softmax_scale=scale, **_blocks(shape, blocks, tokens, "queries")
+            q_[None], k_[None], v_[None], out_[None], grad_[None], lse, softmax_scale=scale, **_blocks(shape, blocks, tokens, queries)
         )
     d_q, d_k, d_v = (heads_first(x[0], like.shape[3], like.dtype) for x, like in zip(found[:3], (q, k, v), strict=True))
     return d_q, d_k, d_v, q.new_empty(0), gradient_of_sinks(sinks, lse[0], grad_, out_)

@@ -16,7 +16,7 @@ from sp_compile.errors import InvalidInput
 from sp_compile.kernels.attention import blocked
 from sp_compile.kernels.attention.composed import empty_result, token_major
 from sp_compile.ops.attention import Gradients, Mask, attention_gradients, check_inputs
-from sp_compile.ops.numerics import accumulate_dtype
+from sp_compile.ops.numerics import accumulate_dtype, without_autocast
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor end, Tensor column, Tensor? key_valid, Tensor? segments, Tensor? bias, Tensor? sinks"
 _OPTIONS = "float scale, int? window, int? chunk, float? softcap"
@@ -52,6 +52,7 @@ def define(
     tensors = f"{_TENSORS}, {', '.join(f'Tensor {item}' for item in forest_tensors)}"
     inputs = _GIVEN + len(forest_tensors)
 
+    @without_autocast
     def run(*given: Any, scale: float, window: int | None, chunk: int | None, softcap: float | None) -> tuple[Tensor, Tensor]:
         q, k, v, end, column, key_valid, segments, bias, sinks = given[:_GIVEN]
         described, *others, hides = given[_GIVEN:]
@@ -65,6 +66,7 @@ def define(
             return token_major(out), lse
         return forward(q, k, v, sinks, described, *others, scale)
 
+    @without_autocast
     def run_backward(
         grad: Tensor, *given: Any, scale: float, window: int | None, chunk: int | None, softcap: float | None, bias_grad: bool
     ) -> Gradients:
