@@ -24,10 +24,11 @@ def test_fused_training() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    kernels = "kernels" in done.stdout.splitlines()
     lines = [line.split() for line in done.stdout.splitlines() if len(line.split()) == 5]
     assert [line[0] for line in lines] == ["mamba"] * 4 + ["mamba2"] * 4 + ["falcon_mamba"] * 2
     for number, (family, shared, refused, loss, gradients) in enumerate(lines):
-        refuses = family == "falcon_mamba"  # which norms inside of its fused kernel
-        assert (shared == "True", refused == "True") == (number % 2 == 0 and not refuses, refuses), lines[number]
+        refuses = family == "falcon_mamba" and kernels  # which norms inside of its fused kernel
+        assert (shared == "True", refused == "True") == (not refuses and (number % 2 == 0 or number > 7), refuses), lines[number]
         assert float(loss) < 1e-5, lines[number]
         assert float(gradients) < 1e-4, lines[number]
